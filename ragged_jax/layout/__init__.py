@@ -1,0 +1,22 @@
+"""What lives where: tensors, blocks, slabs, buckets and layouts, as immutable values.
+
+This package knows no framework (numpy at most); `torch_bridge` uses the same code.
+"""
+
+from ._block import Block as Block
+from ._block import BlockRule as BlockRule
+from ._block import block_for as block_for
+from ._block import elements as elements
+from ._block import rows as rows
+from ._block import tile as tile
+from ._block import whole as whole
+from ._dtypes import itemsize as itemsize
+from ._json import LayoutError as LayoutError
+from ._layout import Layout as Layout
+from ._layout import Location as Location
+from ._layout import Piece as Piece
+from ._ragged_shard import RaggedShard as RaggedShard
+from ._slab import Bucket as Bucket
+from ._slab import Placement as Placement
+from ._slab import Slab as Slab
+from ._tensor import TensorSpec as TensorSpec

@@ -1,0 +1,50 @@
+"""A tensor as the planner sees it: name, shape, dtype and block."""
+
+import math
+from dataclasses import dataclass
+
+from ._block import Block, elements
+from ._dtypes import itemsize
+
+MAX_NUMEL = 2**53  # beyond it an offset is no longer exact in JSON readers that use doubles
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a model, unsharded.
+
+    Attributes:
+      name: its path, with slashes: `blocks/0/mlp/up/kernel`.
+      shape: the global shape.
+      dtype: the element type by its numpy/ml_dtypes name.
+      block: what must stay on one device.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    block: Block = elements(1)
+
+    def __post_init__(self):
+        if any(type(size) is not int or size < 0 for size in self.shape):
+            raise ValueError(f"{self.name}: shape {self.shape} must hold integers of at least 0")
+        if math.prod(self.shape) > MAX_NUMEL:
+            raise ValueError(f"{self.name}: {math.prod(self.shape)} elements are more than 2**53")
+        itemsize(self.dtype)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * itemsize(self.dtype)
+
+    @property
+    def granularity(self) -> int:
+        """Elements between two legal cuts, counted from the tensor's start."""
+        return self.block.granularity(self.shape)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.numel // self.granularity)

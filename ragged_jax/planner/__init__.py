@@ -1,0 +1,9 @@
+"""Chooses layouts: which tensors share a slab, at which offsets, for how many shards.
+
+Framework-free: JAX and torch jobs run what this package says.
+"""
+
+from ._plan import Group as Group
+from ._plan import plan as plan
+from ._report import BucketReport as BucketReport
+from ._report import Plan as Plan

@@ -1,0 +1,81 @@
+"""What a plan says of itself: padding, the bound it could not have beaten, and why."""
+
+from dataclasses import dataclass
+
+from ..layout import Bucket, Layout
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReport:
+    """The figures of one bucket.
+
+    Attributes:
+      name: the bucket's.
+      num_sole: tensors in a slab of their own.
+      num_packed: tensors that share a slab.
+      payload_nbytes: bytes of the tensors, unsharded.
+      shard_nbytes: bytes on each device.
+      bound_nbytes: no plan with these slabs could use fewer bytes on each device.
+      unshard_nbytes: bytes of the gathered bucket (of one layer, for a stack).
+    """
+
+    name: str
+    num_sole: int
+    num_packed: int
+    payload_nbytes: int
+    shard_nbytes: int
+    bound_nbytes: int
+    unshard_nbytes: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, num_shards: int, bound_nbytes: int) -> "BucketReport":
+        num_sole = sum(slab.sole for slab in bucket.slabs)
+        return cls(
+            name=bucket.name,
+            num_sole=num_sole,
+            num_packed=len(bucket.tensors) - num_sole,
+            payload_nbytes=bucket.payload_nbytes,
+            shard_nbytes=bucket.shard_nbytes,
+            bound_nbytes=bound_nbytes,
+            unshard_nbytes=num_shards * bucket.shard_nbytes // max(1, bucket.num_copies),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A layout and what the planner has to say about it.
+
+    Attributes:
+      layout: where every element lies.
+      buckets: the figures of each bucket, in the layout's order.
+    """
+
+    layout: Layout
+    buckets: tuple[BucketReport, ...]
+
+    @property
+    def bound_nbytes(self) -> int:
+        """Bytes on each device that no plan with these slabs could beat."""
+        return sum(bucket.bound_nbytes for bucket in self.buckets)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Padding over payload, in bytes."""
+        return self.layout.padding_fraction
+
+    @property
+    def bound_fraction(self) -> float:
+        """The padding fraction that the bound implies."""
+        payload = self.layout.payload_nbytes
+        return self.layout.num_shards * self.bound_nbytes / payload - 1 if payload else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        """Whether the plan reaches its bound."""
+        return self.layout.shard_nbytes == self.bound_nbytes
+
+    def table(self):
+        """The report as a `rich` table, one line a bucket."""
+        from ._table import plan_table
+
+        return plan_table(self)

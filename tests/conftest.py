@@ -1,0 +1,22 @@
+"""Eight virtual CPU devices in this one process, strict dtypes and ranks; set before the backend starts."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"
+os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
+
+import jax
+import pytest
+from hypothesis import settings
+
+settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
+settings.register_profile("deep", max_examples=5000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def eight_devices():
+    """Tests fail, never skip, when the virtual devices are missing."""
+    assert jax.device_count() == 8, f"the tests need 8 CPU devices, got {jax.devices()}"
