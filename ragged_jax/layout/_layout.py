@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from ._ragged_shard import RaggedShard
@@ -90,7 +91,7 @@ class Layout:
         _, slab, (tensor, offset) = _unpack(self.locate(name))
         size, numel = slab.shard_numel, tensor.numel
         bounds = [min(max(k * size - offset, 0), numel) for k in range(self.num_shards + 1)]
-        return tuple(zip(bounds[:-1], bounds[1:], strict=True))
+        return tuple(pairwise(bounds))
 
     def ragged_shard(self, name: str) -> RaggedShard:
         """The tensor's placement in the exchange form (dims, local units)."""

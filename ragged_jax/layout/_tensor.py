@@ -8,6 +8,8 @@ from ._dtypes import itemsize
 
 MAX_NUMEL = 2**53  # beyond it an offset is no longer exact in JSON readers that use doubles
 
+_ANYWHERE = elements(1)
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -23,7 +25,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    block: Block = elements(1)
+    block: Block = _ANYWHERE
 
     def __post_init__(self):
         if any(type(size) is not int or size < 0 for size in self.shape):

@@ -31,7 +31,7 @@ def plan_table(plan: Plan) -> Table:
             bucket.name or "(root)",
             str(bucket.num_sole),
             str(bucket.num_packed),
-            size(bucket.payload_nbytes),
+            size(payload),
             size(bucket.shard_nbytes),
             f"{100 * padding:.2f} %",
         )
