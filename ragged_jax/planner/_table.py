@@ -24,9 +24,9 @@ def plan_table(plan: Plan) -> Table:
     for heading in ("sole", "packed", "unsharded", "per device", "padding"):
         table.add_column(heading, justify="right")
     for bucket in plan.buckets:
-        padding = (
-            layout.num_shards * bucket.shard_nbytes / bucket.payload_nbytes - 1 if bucket.payload_nbytes else 0
-        )
+        payload = bucket.payload_nbytes
+        padding = layout.num_shards * bucket.shard_nbytes / payload - 1 if payload else 0
+
         table.add_row(
             bucket.name or "(root)",
             str(bucket.num_sole),
