@@ -32,9 +32,7 @@ class Block:
         if self.kind not in _NUM_SIZES:
             raise ValueError(f"unknown block kind {self.kind!r}; choose from {', '.join(_NUM_SIZES)}")
         if len(self.size) != _NUM_SIZES[self.kind]:
-            raise ValueError(
-                f"a block of kind {self.kind!r} takes {_NUM_SIZES[self.kind]} sizes, got {self.size}"
-            )
+            raise ValueError(f"a block of kind {self.kind!r} takes {_NUM_SIZES[self.kind]} sizes, got {self.size}")
         for value in self.size:
             if type(value) is not int or value < 1:
                 raise ValueError(f"the sizes of a block are integers of at least 1, got {self.size}")
