@@ -94,7 +94,7 @@ def plan(
       block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
 
     Example:
-      >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.001
+      >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
     return planner.plan(groups_of(model, block, units, stacked), num_shards)
