@@ -78,7 +78,7 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
 
 def model_specs(tree: ShardedTree) -> ShardedTree:
     """A tree of the same structure with each array's partition spec."""
-    slabs = {name: tree.unit.spec() for name in tree.slabs}
+    slabs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
     return tree.replace(slabs, {name: model_specs(child) for name, child in tree.children.items()})  # type: ignore
 
 
