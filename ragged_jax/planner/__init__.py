@@ -1,4 +1,4 @@
-"""Chooses layouts: which tensors share a slab, at which offsets, for how many shards.
+"""Chooses layouts and schedules: what lies where, and which collectives move it when.
 
 Framework-free: JAX and torch jobs run what this package says.
 """
@@ -6,6 +6,11 @@ Framework-free: JAX and torch jobs run what this package says.
 from ._hardware import PROFILES as PROFILES
 from ._hardware import HardwareProfile as HardwareProfile
 from ._hardware import hardware as hardware
+from ._owners import SHARDED as SHARDED
+from ._owners import Matrix as Matrix
+from ._owners import OwnerPlan as OwnerPlan
+from ._owners import assign_owners as assign_owners
+from ._owners import matrices as matrices
 from ._plan import Group as Group
 from ._plan import plan as plan
 from ._report import BucketReport as BucketReport
