@@ -3,6 +3,13 @@
 Framework-free: JAX and torch jobs run what this package says.
 """
 
+from ._exchange import Exchange as Exchange
+from ._exchange import Part as Part
+from ._exchange import Round as Round
+from ._exchange import Transfer as Transfer
+from ._exchange import exchange as exchange
+from ._exchange import owner_exchange as owner_exchange
+from ._exchange import redistribution as redistribution
 from ._hardware import PROFILES as PROFILES
 from ._hardware import HardwareProfile as HardwareProfile
 from ._hardware import hardware as hardware
