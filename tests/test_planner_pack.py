@@ -42,9 +42,7 @@ def test_first_offset_is_the_first_legal_one(item, shard, position):
 @example([(7, 4), (5, 5), (3, 1)], 3, 2)
 def test_the_optimum_of_small_cases(tensors, num_shards, unit):
     """Partial last blocks, starts at multiples of a unit, tensors without elements."""
-    packed = [
-        Item(-(-numel // unit), math.lcm(unit, granularity) // unit) for numel, granularity in tensors if numel
-    ]
+    packed = [Item(-(-numel // unit), math.lcm(unit, granularity) // unit) for numel, granularity in tensors if numel]
     packing = pack(packed, num_shards)
     assert packing.shard == packing.bound
     assert packing.shard * unit == smallest_shard(tensors, num_shards, unit)

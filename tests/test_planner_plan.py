@@ -92,8 +92,7 @@ def test_never_worse_than_the_best_single_slab(groups, num_shards):
 @given(models(), st.integers(1, 9), st.randoms(use_true_random=False))
 def test_the_order_of_tensors_does_not_matter(groups, num_shards, random: random.Random):
     shuffled = [
-        Group(group.name, tuple(random.sample(group.tensors, len(group.tensors))), group.stack)
-        for group in groups
+        Group(group.name, tuple(random.sample(group.tensors, len(group.tensors))), group.stack) for group in groups
     ]
     assert plan(groups, num_shards).layout == plan(shuffled, num_shards).layout
 

@@ -205,6 +205,75 @@ def test_remat_by_the_user_composes():
             np.testing.assert_allclose(got[...], want[...], rtol=1e-5, atol=1e-7)
 
 
+def test_methods_wrapped_by_flax_transforms_gather_too():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(6, 6, rngs=rngs)
+
+        @nnx.remat
+        def __call__(self, x):
+            return nnx.tanh(self.linear(x))
+
+        @nnx.jit
+        def twice(self, x):
+            return self(self(x))
+
+    class Deep(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List([Layer(nnx.Rngs(i)) for i in range(2)])
+
+        def __call__(self, x):
+            return self.layers[1].twice(self.layers[0](x))
+
+    expected, _ = nnx.value_and_grad(loss_fn)(Deep(), X)
+    got, _ = grads_of(rj.fully_shard(Deep(), make_mesh(4), axis="fsdp", units=Layer), loss_fn)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_arguments_of_units_may_be_anything():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+            self.dropout = nnx.Dropout(0.5)
+
+        def __call__(self, x, mask=None, *, scale: str, deterministic: bool, rngs=None):
+            y = self.dropout(self.linear(x), deterministic=deterministic, rngs=rngs)
+            return {"y": y * {"double": 2}[scale], "mask": mask}
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.layer = Layer()
+
+        def __call__(self, x, rngs):
+            x = self.layer(x, scale="double", deterministic=True)["y"]
+            out = self.layer(x, jnp.ones(()), scale="double", deterministic=False, rngs=rngs)
+            return out["y"] * out["mask"]
+
+    model = rj.fully_shard(Outer(), make_mesh(4), axis="fsdp", units=Layer)
+    rngs = nnx.Rngs(3)
+    run = nnx.jit(rj.value_and_grad(lambda m, x, rngs: (m(x, rngs) ** 2).mean()))
+    first, _ = run(model, X, rngs)
+    second, _ = run(model, X, rngs)
+    assert rngs.default.count[...] == 2
+    assert first != second
+
+
+def test_intermediates_are_joined_along_the_batch():
+    class Remembering(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            y = self.linear(x)
+            self.hidden = nnx.Intermediate(y)
+            return y
+
+    expected = Remembering()(X)
+    model = rj.fully_shard(Remembering(), make_mesh(4), axis="fsdp")
+    rj.apply(lambda m, x: m(x))(model, X)
+    np.testing.assert_allclose(model.hidden[...], expected, rtol=1e-5)
+
+
 def test_a_layer_used_twice_and_a_module_shared_by_two_units():
     class Twice(nnx.Module):
         def __init__(self):

@@ -84,19 +84,20 @@ def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
 
 
 @as_argument.register
-def _(model: nnx.Module, wrt: Any = None) -> Argument:
+def _(model: nnx.Pytree, wrt: Any = None) -> Argument:
+    """Of any Flax object: a sharded module, or what goes along with it whole, such as `nnx.Rngs`."""
     info = info_of(model)
     mine = nnx.All(info.wrt, wrt) if info is not None and wrt is not None else (wrt or nnx.Param)
     graphdef, params, state = nnx.split(model, mine if info is not None else False, ...)
 
-    def open(params: Any, state: Any) -> nnx.Module:
-        module = nnx.merge(graphdef, params, state, copy=True)
+    def open(params: Any, state: Any, axes: tuple[str, ...]) -> nnx.Pytree:
+        opened = nnx.merge(graphdef, params, state, copy=True)
+        for _, variable in nnx.iter_graph(opened):
+            if isinstance(variable, nnx.RngKey):  # dropout differs between devices
+                variable.set_raw_value(fold_in_device(variable.get_raw_value(), axes))
         if info is not None:
-            for _, variable in nnx.iter_graph(module):
-                if isinstance(variable, nnx.RngKey):
-                    variable.set_raw_value(fold_in_device(variable.get_raw_value(), info.unit.axes))
-            info.open(module)
-        return module
+            info.open(opened)
+        return opened
 
     kept = changing(info) if info is not None else nnx.Variable
     return Argument(
@@ -105,7 +106,7 @@ def _(model: nnx.Module, wrt: Any = None) -> Argument:
         state=state,
         specs=(_specs(params), _specs(state)),
         open=open,
-        close=lambda module: nnx.state(module, nnx.All(kept, nnx.Not(nnx.RngKey))),
+        close=lambda opened: nnx.state(opened, nnx.All(kept, nnx.Not(nnx.RngKey))),
         commit=lambda left: nnx.update(model, left),
         undifferentiable=tuple(_integers(params)),
     )

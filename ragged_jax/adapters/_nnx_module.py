@@ -100,7 +100,7 @@ class ModuleUnit:
             for slab in self.unit.bucket.slabs
         }
 
-    def open(self, module: nnx.Module) -> None:
+    def open(self, module: Any) -> None:
         """Inside `shard_map`, in place: an ordinary module of the original class with whole parameters."""
         shards = self.slabs(module)
         object.__setattr__(module, "__class__", original_class(module))
@@ -157,7 +157,7 @@ def spec_of(variable: Any) -> PartitionSpec:
 
 def info_of(module: Any) -> ModuleUnit | None:
     """What a unit knows of itself, or None for any other module."""
-    return getattr(module, _INFO, None)
+    return vars(module).get(_INFO)  # not getattr: nnx.Rngs has a stream for every name
 
 
 def make_unit(module: nnx.Module, info: ModuleUnit, slabs: dict[str, jax.Array]) -> None:
@@ -179,7 +179,7 @@ def sharded_class(cls: type) -> type:
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
-        if public and inspect.isfunction(method):
+        if public and callable(method) and not isinstance(method, type | staticmethod | classmethod):
             methods[name] = _gathering(method, name)
     return type(f"FullySharded{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
 

@@ -70,9 +70,7 @@ def _longest_head(room: int, item: Item, shard: int) -> int:
     return head
 
 
-def place(
-    items: Sequence[Item], runs: Iterable[Run], num_shards: int, shard: int
-) -> list[tuple[int, int]] | None:
+def place(items: Sequence[Item], runs: Iterable[Run], num_shards: int, shard: int) -> list[tuple[int, int]] | None:
     """Greedy starts for the runs in the given order: `(item, offset)` each, or None when they do not fit."""
     placed: list[tuple[int, int]] = []
     position, capacity = 0, num_shards * shard

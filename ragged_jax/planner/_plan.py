@@ -125,9 +125,7 @@ class _Planner:
         kinds = sorted(by_kind, key=lambda key: (key[0], key[1], repr(key[2])))
         signature = tuple((kind, len(by_kind[kind])) for kind in kinds)
         if signature not in self._known:
-            self._known[signature] = self._template(
-                [by_kind[kind][0] for kind in kinds], [c for _, c in signature]
-            )
+            self._known[signature] = self._template([by_kind[kind][0] for kind in kinds], [c for _, c in signature])
         template = self._known[signature]
         tensors = [iter(by_kind[kind]) for kind in kinds]
         slabs, names = [], Counter()

@@ -30,7 +30,5 @@ def _fits(order: Sequence[tuple[int, int]], position: int, num_shards: int, shar
 def is_whole(start: int, numel: int, granularity: int, shard: int) -> bool:
     """Whether each multiple of `shard` inside the tensor is a multiple of `granularity` after its start."""
     return all(
-        (cut - start) % granularity == 0
-        for cut in range(start + 1, start + numel)
-        if shard and cut % shard == 0
+        (cut - start) % granularity == 0 for cut in range(start + 1, start + numel) if shard and cut % shard == 0
     )
