@@ -6,6 +6,7 @@ Framework-free: JAX and torch jobs run what this package says.
 from ._hardware import PROFILES as PROFILES
 from ._hardware import HardwareProfile as HardwareProfile
 from ._hardware import hardware as hardware
+from ._picture import draw as draw
 from ._plan import Group as Group
 from ._plan import plan as plan
 from ._report import BucketReport as BucketReport
