@@ -44,6 +44,7 @@ def test_the_optimum_of_small_cases(tensors, num_shards, unit):
     """Partial last blocks, starts at multiples of a unit, tensors without elements."""
     packed = [Item(-(-numel // unit), math.lcm(unit, granularity) // unit) for numel, granularity in tensors if numel]
     packing = pack(packed, num_shards)
+    assert packing
     assert packing.shard == packing.bound
     assert packing.shard * unit == smallest_shard(tensors, num_shards, unit)
 
@@ -51,7 +52,11 @@ def test_the_optimum_of_small_cases(tensors, num_shards, unit):
 @given(st.lists(st.tuples(st.one_of(items, tailed()), st.integers(1, 9)), min_size=1, max_size=7), shards)
 def test_packings_are_sound(members, num_shards):
     members = [item._replace(copies=count) for item, count in members]
-    shard, bound, placed = pack(members, num_shards)
+    packing = pack(members, num_shards)
+    assert packing
+    shard, bound, placed = packing
+    assert pack(members, num_shards, shard) == packing
+    assert pack(members, num_shards, shard - 1) is None
     assert lower_bound(members, num_shards) <= bound <= shard
     end = 0
     for index, offset in placed:
@@ -94,6 +99,7 @@ def test_admissible_sizes_leave_out_only_the_impossible(members):
 )
 def test_known_optima(members, num_shards, shard):
     packing = pack(members, num_shards)
+    assert packing
     assert (packing.shard, packing.bound) == (shard, shard)
 
 

@@ -27,8 +27,8 @@ class Packing(NamedTuple):
     placed: list[tuple[int, int]]
 
 
-def pack(items: Sequence[Item], num_shards: int) -> Packing:
-    """The smallest shard size found, and offsets.
+def pack(items: Sequence[Item], num_shards: int, limit: int | None = None) -> Packing | None:
+    """The smallest shard size found, and offsets; None when a limit is given and no size up to it was found.
 
     Whether a size fits is not monotone (a larger one may fail), so sizes are tried one by one from the proven
     bound. Where the exact search is affordable it either fits the items or proves the size impossible, which
@@ -43,6 +43,8 @@ def pack(items: Sequence[Item], num_shards: int) -> Packing:
     exact, greedy, proving = _EXACT_STEPS, _GREEDY_STEPS, True
     shard = bound
     for shard in admissible(items, bound):
+        if limit is not None and shard > limit:
+            return None
         if proving:
             bound = shard
         if placed := _by_guess(items, num_shards, shard):
@@ -56,10 +58,10 @@ def pack(items: Sequence[Item], num_shards: int) -> Packing:
             proving = False
             if greedy < 0:
                 break
-    for size in _coarse_sizes(items, shard + 1):
+    for size in _coarse_sizes(items, shard + 1, limit):
         if placed := _by_guess(items, num_shards, size):
             return Packing(size, bound, placed)
-    raise AssertionError("the last size holds every tensor on one shard")
+    return None
 
 
 def _by_guess(items: Sequence[Item], num_shards: int, shard: int) -> list[tuple[int, int]] | None:
@@ -78,9 +80,10 @@ def _by_search(items: Sequence[Item], num_shards: int, shard: int) -> list[tuple
     return place(items, runs, num_shards, shard) if runs else None
 
 
-def _coarse_sizes(items: Sequence[Item], start: int) -> list[int]:
-    """Rising sizes from `start` to one that always fits."""
-    last = max(start, sum(item.size * item.copies for item in items))  # all on the first shard
+def _coarse_sizes(items: Sequence[Item], start: int, limit: int | None) -> list[int]:
+    """Rising sizes from `start` to the limit, or to one that always fits."""
+    most = max(start, sum(item.size * item.copies for item in items))  # all on the first shard
+    last = most if limit is None else min(most, limit)
     grains = sorted({item.grain for item in items}, reverse=True)
     subsets = (c for k in range(1, len(grains) + 1) for c in combinations(grains, k))
     steps = {math.lcm(*subset) for subset in islice(subsets, _MAX_SUBSETS)} | {math.lcm(*grains)}
@@ -92,4 +95,5 @@ def _coarse_sizes(items: Sequence[Item], start: int) -> list[int]:
     while size < last:
         sizes.add(size)
         size += max(1, size // 64)
-    return sorted({s for size in sizes if (s := next(admissible(items, size))) <= last} | {last})
+    found = {next(admissible(items, size)) for size in sizes}
+    return sorted(size for size in found if start <= size <= last)

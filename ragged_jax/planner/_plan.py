@@ -4,17 +4,17 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from operator import attrgetter
 
-from ..layout import Block, Bucket, Layout, Placement, Slab, TensorSpec, itemsize
+from ..layout import Bucket, Layout, Placement, Slab, TensorSpec, itemsize
 from ._bound import capacity_bound
 from ._cost import slab_seconds
 from ._hardware import HardwareProfile, hardware
 from ._place import Item
 from ._report import BucketReport, Plan
-from ._slabs import Filled, Member, divide
+from ._slabs import Divider, Filled, Member
 
-_Key = tuple[str, tuple[int, ...], Block]  # what two tensors share that the planner cannot tell apart
+_Kind = tuple[str, tuple[int, ...], str]  # dtype, shape and block: the planner tells tensors apart by no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +97,31 @@ def _check_names(groups: Sequence[Group]) -> None:
             raise ValueError(f"{what} names must be unique; these repeat: {', '.join(map(repr, repeated))}")
 
 
-class _Template(NamedTuple):
-    """A bucket without names.
-
-    Attributes:
-      slabs: `(dtype, slab)`.
-      bound_nbytes, floor_nbytes: what a `BucketReport` says, for one layer.
-    """
-
-    slabs: list[tuple[str, Filled]]
-    bound_nbytes: int
-    floor_nbytes: int
-
-
 class _Planner:
     """Plans groups one by one; equal ones, such as layers, once."""
 
     def __init__(self, num_shards: int, min_nbytes: int, align_nbytes: int, profile: HardwareProfile):
         self.num_shards, self.min_nbytes, self.align_nbytes = num_shards, min_nbytes, align_nbytes
         self.profile = profile
-        self._known: dict[tuple[tuple[_Key, int], ...], _Template] = {}
+        self._texts: dict[int, str] = {}  # of blocks, by their identity: many tensors share one
+        self._known: dict[tuple[tuple[_Kind, int], ...], tuple[list[tuple[str, Filled]], BucketReport]] = {}
 
     def bucket(self, group: Group) -> tuple[Bucket, BucketReport]:
-        by_kind: dict[_Key, list[TensorSpec]] = defaultdict(list)
-        for tensor in sorted(group.tensors, key=lambda tensor: tensor.name):
-            by_kind[tensor.dtype, tensor.shape, tensor.block].append(tensor)
-        kinds = sorted(by_kind, key=lambda key: (key[0], key[1], repr(key[2])))
-        signature = tuple((kind, len(by_kind[kind])) for kind in kinds)
+        by_kind: dict[_Kind, list[TensorSpec]] = {}
+        for tensor in sorted(group.tensors, key=attrgetter("name")):
+            block = tensor.block
+            text = self._texts.get(id(block)) or self._texts.setdefault(id(block), repr(block))
+            by_kind.setdefault((tensor.dtype, tensor.shape, text), []).append(tensor)
+        kinds = sorted(by_kind)
+        signature = tuple([(kind, len(by_kind[kind])) for kind in kinds])
         if signature not in self._known:
-            self._known[signature] = self._template([by_kind[kind][0] for kind in kinds], [c for _, c in signature])
-        template = self._known[signature]
+            self._known[signature] = self._template(
+                [by_kind[kind][0] for kind in kinds], [count for _, count in signature]
+            )
+        template, report = self._known[signature]
         tensors = [iter(by_kind[kind]) for kind in kinds]
         slabs, names = [], Counter()
-        for dtype, filled in template.slabs:
+        for dtype, filled in template:
             placements = tuple([Placement(next(tensors[kind]), offset) for kind, offset in filled.placed])
             if filled.sole:
                 name = placements[0].tensor.name
@@ -139,21 +131,31 @@ class _Planner:
                 name += f".{names[name]}" if names[name] > 1 else ""
             rows = filled.shard_numel // filled.width
             slabs.append(Slab(name, dtype, rows, filled.width, placements, filled.sole))
-        copies = 1 if group.stack is None else group.stack
-        bucket = Bucket(group.name, tuple(slabs), group.stack)
-        bound, floor = template.bound_nbytes * copies, template.floor_nbytes * copies
-        return bucket, BucketReport.of(bucket, self.num_shards, bound, floor)
+        return Bucket(group.name, tuple(slabs), group.stack), report.named(group.name, group.stack)
 
-    def _template(self, tensors: Sequence[TensorSpec], copies: Sequence[int]) -> _Template:
-        """The slabs for so many tensors of each kind."""
+    def _template(
+        self, tensors: Sequence[TensorSpec], copies: Sequence[int]
+    ) -> tuple[list[tuple[str, Filled]], BucketReport]:
+        """The slabs for so many tensors of each kind, and the figures of one layer of them."""
         slabs = self._cheapest(tensors, copies)
         items = [
             Item(tensor.nbytes, tensor.granularity * itemsize(tensor.dtype), 0, count)
             for tensor, count in zip(tensors, copies, strict=True)
             if tensor.numel
         ]
-        floor = capacity_bound(items, self.num_shards) if items else 0
-        return _Template(slabs, sum(f.bound_numel * itemsize(dtype) for dtype, f in slabs), floor)
+        shard_nbytes = sum(f.shard_numel * itemsize(dtype) for dtype, f in slabs)
+        num_sole = sum(f.sole for _, f in slabs)
+        report = BucketReport(
+            name="",
+            num_sole=num_sole,
+            num_packed=sum(copies) - num_sole,
+            payload_nbytes=sum(item.size * item.copies for item in items),
+            shard_nbytes=shard_nbytes,
+            bound_nbytes=sum(f.bound_numel * itemsize(dtype) for dtype, f in slabs),
+            floor_nbytes=capacity_bound(items, self.num_shards) if items else 0,
+            unshard_nbytes=self.num_shards * shard_nbytes,
+        )
+        return slabs, report
 
     def _cheapest(self, tensors: Sequence[TensorSpec], copies: Sequence[int]) -> list[tuple[str, Filled]]:
         narrow, seconds = self._fill(tensors, copies, False)
@@ -182,7 +184,7 @@ class _Planner:
         for dtype, (members, alone) in sorted(pools.items()):
             size = itemsize(dtype)
             align = max(1, self.align_nbytes // size)
-            chosen = divide(members, alone, self.num_shards, size, align, self.profile)
+            chosen = Divider(self.num_shards, size, align, self.profile).divide(members, alone)
             pooled = {member.kind for pool in chosen for member in pool.members}
             for member in alone:
                 if member.kind not in pooled:

@@ -1,8 +1,8 @@
 """What a plan says of itself: padding, the bound it could not have beaten, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..layout import Bucket, Layout
+from ..layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +29,16 @@ class BucketReport:
     floor_nbytes: int
     unshard_nbytes: int
 
-    @classmethod
-    def of(cls, bucket: Bucket, num_shards: int, bound_nbytes: int, floor_nbytes: int) -> "BucketReport":
-        num_sole = sum(slab.sole for slab in bucket.slabs)
-        return cls(
-            name=bucket.name,
-            num_sole=num_sole,
-            num_packed=sum(len(slab.placements) for slab in bucket.slabs) - num_sole,
-            payload_nbytes=bucket.payload_nbytes,
-            shard_nbytes=bucket.shard_nbytes,
-            bound_nbytes=bound_nbytes,
-            floor_nbytes=floor_nbytes,
-            unshard_nbytes=num_shards * bucket.shard_nbytes // max(1, bucket.num_copies),
+    def named(self, name: str, stack: int | None) -> "BucketReport":
+        """The figures of a bucket like this one, which is of one layer, under a name of its own."""
+        copies = 1 if stack is None else stack
+        return replace(
+            self,
+            name=name,
+            payload_nbytes=self.payload_nbytes * copies,
+            shard_nbytes=self.shard_nbytes * copies,
+            bound_nbytes=self.bound_nbytes * copies,
+            floor_nbytes=self.floor_nbytes * copies,
         )
 
 
@@ -57,6 +55,11 @@ class Plan:
     buckets: tuple[BucketReport, ...]
 
     @property
+    def shard_nbytes(self) -> int:
+        """Bytes on each device."""
+        return sum(bucket.shard_nbytes for bucket in self.buckets)
+
+    @property
     def bound_nbytes(self) -> int:
         """Bytes on each device that no plan with these slabs could beat."""
         return sum(bucket.bound_nbytes for bucket in self.buckets)
@@ -69,7 +72,7 @@ class Plan:
     @property
     def padding_fraction(self) -> float:
         """Padding over payload, in bytes."""
-        return self.layout.padding_fraction
+        return self._fraction(self.shard_nbytes)
 
     @property
     def bound_fraction(self) -> float:
@@ -82,13 +85,13 @@ class Plan:
         return self._fraction(self.floor_nbytes)
 
     def _fraction(self, shard_nbytes: int) -> float:
-        payload = self.layout.payload_nbytes
+        payload = sum(bucket.payload_nbytes for bucket in self.buckets)
         return (self.layout.num_shards * shard_nbytes - payload) / payload if payload else 0.0
 
     @property
     def optimal(self) -> bool:
         """Whether the plan reaches its bound."""
-        return self.layout.shard_nbytes == self.bound_nbytes
+        return self.shard_nbytes == self.bound_nbytes
 
     def table(self):
         """The report as a `rich` table, one line a bucket."""

@@ -7,13 +7,13 @@ every set partition of up to six classes, best bound first, and pairwise merging
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, groupby
 from typing import NamedTuple
 
-from ._bound import capacity_bound, lower_bound
+from ._bound import lower_bound
 from ._cost import slab_seconds
 from ._hardware import HardwareProfile
 from ._pack import Packing, pack
@@ -71,6 +71,7 @@ class Pool:
     itemsize: int
     align: int
     profile: HardwareProfile
+    limit_numel: int | None = None
 
     @cached_property
     def width(self) -> int:
@@ -93,23 +94,42 @@ class Pool:
         return self.unit * lower_bound(self.items, self.num_shards) if self.items else 0
 
     @cached_property
-    def packing(self) -> Packing:
-        return pack(self.items, self.num_shards)
+    def packing(self) -> Packing | None:
+        """The tensors' places; None when they need more than `limit_numel`."""
+        return pack(self.items, self.num_shards, self.limit_numel and self.limit_numel // self.unit)
 
     @cached_property
     def shard_numel(self) -> int:
+        assert self.packing is not None
         return self.unit * self.packing.shard
 
+    def numel(self, at_bound: bool) -> int:
+        """Elements on each shard, or the bound on them, which is cheap to know."""
+        return self.bound_numel if at_bound else self.shard_numel
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the tensors fit within the limit."""
+        if self.limit_numel is not None and self.bound_numel > self.limit_numel:
+            return False
+        return self.packing is not None
+
     def seconds(self, shard_numel: int) -> float:
-        nbytes = self.itemsize * sum(member.numel * member.copies for member in self.members)
-        exact = len(self.members) == 1 == self.members[0].copies
-        copied = 0 if exact and shard_numel * self.num_shards == self.members[0].numel else nbytes
-        relaid = sum(m.numel * m.copies for m in self.members if m.row not in (0, self.width))
-        return slab_seconds(
-            self.profile, self.num_shards, shard_numel * self.itemsize, copied, relaid * self.itemsize
-        )
+        """What the slab costs a step when each shard has so many elements."""
+        copied, relaid = self._moved
+        if shard_numel * self.num_shards == copied and len(self.members) == 1 == self.members[0].copies:
+            copied = 0  # the tensor is the slab
+        nbytes = (shard_numel * self.itemsize, copied * self.itemsize, relaid * self.itemsize)
+        return slab_seconds(self.profile, self.num_shards, *nbytes)
+
+    @cached_property
+    def _moved(self) -> tuple[int, int]:
+        """Elements that are sliced out of the slab, and those of tensors whose rows are not the slab's."""
+        moved = [(m.numel * m.copies, m.row not in (0, self.width)) for m in self.members]
+        return sum(n for n, _ in moved), sum(n for n, other in moved if other)
 
     def filled(self) -> Filled:
+        assert self.packing is not None
         real = [member for member in self.members if member.numel]
         empty = [(m.kind, 0) for m in self.members if not m.numel for _ in range(m.copies)]
         placed = [(real[item].kind, offset * self.unit) for item, offset in self.packing.placed]
@@ -126,86 +146,116 @@ def to_item(member: Member, unit: int) -> Item:
     return Item(size, grain, size - body, member.copies)
 
 
-def divide(
-    members: Sequence[Member],
-    alone: Sequence[Member],
-    num_shards: int,
-    itemsize: int,
-    align: int,
-    profile: HardwareProfile,
-) -> list[Pool]:
+@dataclass(frozen=True)
+class Divider:
     """Divides members of one dtype into pools.
 
-    Args:
-      members: those that must share slabs or be padded.
-      alone: those that divide without padding into slabs of their own. They come back only where filling gaps
-        with them costs less than the copies that this takes.
+    Attributes:
       num_shards: shards of each slab.
       itemsize: bytes of an element.
       align: tensors in a slab with others start at multiples of it, in elements.
-      profile: what the cost is weighed by.
-
-    Returns:
-      The pools; tensors of `alone` that are in none keep their own slabs.
+      profile: what costs are weighed by.
     """
-    apart = _search(members, num_shards, itemsize, align, profile)
-    if not alone or not members:
-        return apart
-    together = [*members, *alone]
-    padded = sum(pool.shard_numel for pool in apart) + sum(m.numel * m.copies for m in alone) // num_shards
-    floor = capacity_bound([to_item(member, 1) for member in together if member.numel], num_shards)
-    seconds = sum(pool.seconds(pool.shard_numel) for pool in apart)
-    for member in alone:
-        shard_nbytes = member.numel // num_shards * itemsize
-        seconds += member.copies * slab_seconds(profile, num_shards, shard_nbytes, 0, 0)
-    nbytes = itemsize * sum(member.numel * member.copies for member in together)
-    if slab_seconds(profile, num_shards, floor * itemsize, nbytes, 0) >= seconds:
-        return apart
-    pools = _search(together, num_shards, itemsize, align, profile)
-    better = sum(pool.seconds(pool.shard_numel) for pool in pools) < seconds
-    return pools if better and sum(pool.shard_numel for pool in pools) <= padded else apart
+
+    num_shards: int
+    itemsize: int
+    align: int
+    profile: HardwareProfile
+
+    def divide(self, members: Sequence[Member], alone: Sequence[Member]) -> list[Pool]:
+        """The cheapest division.
+
+        Args:
+          members: those that must share slabs or be padded.
+          alone: those that divide without padding into slabs of their own.
+
+        Returns:
+          The pools. Tensors of `alone` that are in none keep slabs of their own; where filling gaps with them
+          is what it takes to need no more than the usual rule, some are pooled.
+        """
+        apart = self._search(members, frozenset())
+        if not alone or not members:
+            return apart
+        needed = sum(p.shard_numel for p in apart) + sum(m.numel * m.copies for m in alone) // self.num_shards
+        together = [*members, *alone]
+        if _usual_size(together, self.num_shards) >= needed:
+            return apart
+        filled = self._search(together, frozenset(m.kind for m in alone))
+        pooled = {m.kind for pool in filled for m in pool.members}
+        left = sum(m.numel * m.copies for m in alone if m.kind not in pooled) // self.num_shards
+        return filled if sum(pool.shard_numel for pool in filled) + left < needed else apart
+
+    def _pool(self, members: tuple[Member, ...], limit: int | None) -> Pool:
+        return Pool(members, self.num_shards, self.itemsize, self.align, self.profile, limit)
+
+    def _search(self, members: Sequence[Member], alone: frozenset[int]) -> list[Pool]:
+        """The cheapest division of classes among those where no pool needs more than its classes apart, and
+        all together no more than one pool of all. A class that stays apart leaves out its kinds in `alone`."""
+        by_class = sorted(members, key=lambda m: (-m.granularity, -m.numel, m.kind))
+        classes = [tuple(group) for _, group in groupby(by_class, key=lambda m: m.granularity)]
+        if not classes:
+            return []
+        singles = tuple(1 << bit for bit in range(len(classes)))
+        known = {mask: self._pool(group, None) for mask, group in zip(singles, classes, strict=True)}
+        rests = {mask: self._rest(known[mask], alone) for mask in singles}
+
+        def pool(mask: int) -> Pool:
+            if mask not in known:
+                bits = [bit for bit in singles if mask & bit]
+                apart = sum(known[bit].shard_numel for bit in bits)
+                known[mask] = self._pool(tuple(m for bit in bits for m in known[bit].members), apart)
+            return known[mask]
+
+        def seconds(masks: Sequence[int], *, at_bound: bool = False) -> float:
+            pools = (pool(mask) for mask in masks if mask not in rests)
+            apart = sum(rests[mask][1] for mask in masks if mask in rests)
+            return apart + sum(p.seconds(p.numel(at_bound)) for p in pools)
+
+        best, cost = singles, seconds(singles)
+        cap = sum(pool(mask).shard_numel for mask in singles)
+        if len(singles) > 1:
+            whole = (sum(singles),)
+            if pool(*whole).is_possible:
+                best, cost, cap = whole, seconds(whole), pool(*whole).shard_numel
+            lower = partial(seconds, at_bound=True)
+            divisions = _partitions(singles) if len(singles) <= _MAX_CLASSES else _merges(singles, lower)
+            for bound, masks in sorted((lower(masks), masks) for masks in divisions):
+                if bound >= cost:
+                    break
+                if not all(pool(mask).is_possible for mask in masks) or seconds(masks) >= cost:
+                    continue
+                if sum(pool(mask).shard_numel for mask in masks) <= cap:
+                    best, cost = masks, seconds(masks)
+        pools = [rests[mask][0] if mask in rests else known[mask] for mask in best]
+        return [pool for pool in pools if pool is not None]
+
+    def _rest(self, pool: Pool, alone: frozenset[int]) -> tuple[Pool | None, float]:
+        """What is left of a class when its kinds in `alone` have slabs of their own, and the cost of it all."""
+        rest = tuple(m for m in pool.members if m.kind not in alone)
+        if len(rest) == len(pool.members):
+            return pool, pool.seconds(pool.shard_numel)
+        seconds = 0.0
+        for m in pool.members:
+            if m.kind in alone:
+                shard_nbytes = m.numel // self.num_shards * self.itemsize
+                seconds += m.copies * slab_seconds(self.profile, self.num_shards, shard_nbytes, 0, 0)
+        left = self._pool(rest, None) if rest else None
+        return left, seconds + (left.seconds(left.shard_numel) if left else 0.0)
 
 
-def _search(
-    members: Sequence[Member], num_shards: int, itemsize: int, align: int, profile: HardwareProfile
-) -> list[Pool]:
-    """The cheapest division into pools among those that need no more than a slab for each class, and no more
-    than one slab for all."""
-    by_class = sorted(members, key=lambda m: (-m.granularity, -m.numel, m.kind))
-    classes = [tuple(group) for _, group in groupby(by_class, key=lambda m: m.granularity)]
-    known: dict[int, Pool] = {}
-
-    def pool(mask: int) -> Pool:
-        if mask not in known:
-            chosen = tuple(m for bit, group in enumerate(classes) if mask >> bit & 1 for m in group)
-            known[mask] = Pool(chosen, num_shards, itemsize, align, profile)
-        return known[mask]
-
-    def bound(masks: Sequence[int]) -> float:
-        return sum(pool(mask).seconds(pool(mask).bound_numel) for mask in masks)
-
-    def numel(masks: Sequence[int]) -> int:
-        return sum(pool(mask).shard_numel for mask in masks)
-
-    def seconds(masks: Sequence[int]) -> float:
-        return sum(pool(mask).seconds(pool(mask).shard_numel) for mask in masks)
-
-    singles = tuple(1 << bit for bit in range(len(classes)))
-    whole = (sum(singles),)
-    best = singles
-    if not singles or len(singles) == 1:
-        return [pool(mask) for mask in singles]
-    cap = numel(singles)
-    if pool(whole[0]).bound_numel < cap and numel(whole) < cap:
-        best, cap = whole, numel(whole)
-    cost = seconds(best)
-    divisions = list(_partitions(singles)) if len(singles) <= _MAX_CLASSES else _merges(singles, bound)
-    for lower, masks in sorted((bound(masks), masks) for masks in divisions):
-        if lower >= cost:
-            break
-        if numel(masks) <= cap and seconds(masks) < cost:
-            best, cost = masks, seconds(masks)
-    return [pool(mask) for mask in best]
+def _usual_size(members: Sequence[Member], num_shards: int) -> int:
+    """A lower bound, in elements, on the shard that Megatron-FSDP's rule arrives at for one buffer of all: its
+    size is a multiple of a chunk, the common multiple of the rows of tensors that do not fit otherwise."""
+    by_row = sorted((m for m in members if m.numel), key=lambda m: -m.granularity)
+    if not by_row:
+        return 0
+    chunk = by_row[0].granularity
+    for m in by_row:
+        fits = chunk % m.granularity == 0 and m.numel % chunk == 0
+        if m.granularity != chunk and not fits and m.numel >= chunk:
+            chunk = math.lcm(chunk, m.granularity)
+    total = sum(m.numel * m.copies for m in members)
+    return -(-total // (num_shards * chunk)) * chunk
 
 
 def _partitions(singles: Sequence[int]) -> Iterator[tuple[int, ...]]:
@@ -220,11 +270,11 @@ def _partitions(singles: Sequence[int]) -> Iterator[tuple[int, ...]]:
             yield (*division[:i], mask | first, *division[i + 1 :])
 
 
-def _merges(singles: tuple[int, ...], bound) -> Iterator[tuple[int, ...]]:
+def _merges(singles: tuple[int, ...], bound: Callable[[Sequence[int]], float]) -> Iterator[tuple[int, ...]]:
     """The divisions on the way from one pool for each class to one for all, merging the best pair each time."""
     masks = singles
     while len(masks) > 1:
         yield masks
-        pairs = ((*(m for m in masks if m not in pair), pair[0] | pair[1]) for pair in combinations(masks, 2))
+        pairs = ((*(m for m in masks if m not in pair), sum(pair)) for pair in combinations(masks, 2))
         masks = min(pairs, key=lambda division: (bound(division), division))
     yield masks
