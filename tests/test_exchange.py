@@ -1,5 +1,6 @@
 """Exchange schedules, executed on real data, and the rounds under them against bounds and slow references."""
 
+import math
 import random
 
 import numpy as np
@@ -284,6 +285,49 @@ def test_like_amounts_take_one_all_to_all_and_a_peak_one_permute_more():
     assert [(s.kind, s.numel) for s in plan_steps(like, 8, latency=50)] == [("all_to_all", 100)]
     steps = plan_steps({**like, (2, 5): 900}, 8, latency=50)
     assert sorted((s.kind, s.numel) for s in steps) == [("all_to_all", 100), ("permute", 800)]
+
+
+def llama_8b(num_shards, *, stacked, packed=False):
+    shapes = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096), "norm1": (4096,)}
+    shapes |= {"gate": (14336, 4096), "up": (14336, 4096), "down": (4096, 14336), "norm2": (4096,)}
+    layers = [""] if stacked else [f"{i}/" for i in range(32)]
+    groups = [Group("embed", (TensorSpec("embed", (128256, 4096), "bfloat16"),))]
+    for layer in layers:
+        tensors = tuple(TensorSpec(layer + name, shape, "bfloat16", rows(32)) for name, shape in shapes.items())
+        groups.append(Group("layers/" + layer, tensors, 32 if stacked else None))
+    groups.append(Group("head", (TensorSpec("head", (128256, 4096), "bfloat16"),)))
+    return plan(groups, num_shards, min_slab_nbytes=1 << 60 if packed else 1 << 16).layout
+
+
+def ratios(exchanges, profile):
+    """Time over the bound, and over the bound for permutes and padded all-to-alls."""
+    seconds = sum(e.seconds(profile) for e in exchanges)
+    ideal = sum(e.bound_seconds(profile) for e in exchanges)
+    return seconds / ideal, seconds / sum(e.static_bound_seconds(profile) for e in exchanges)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("name", ["h100", "v5p"])
+def test_llama_8b_within_five_percent_of_the_bound(name, stacked):
+    profile, layout = hardware(name), llama_8b(8, stacked=stacked)
+    found = matrices(layout, [t.name for t in layout.tensors if len(t.shape) == 2 and t.shape[0] < 100000])
+    owners = assign_owners(found, 8, layout=layout)
+    assert ratios(owner_exchange(layout, owners, profile, dtype="float32"), profile)[0] <= 1.01
+    for target in (llama_8b(6, stacked=stacked), llama_8b(8, stacked=stacked, packed=True)):
+        exchanges = redistribution(layout, target, profile, group_nbytes=math.inf)
+        ideal, static = ratios(exchanges, profile)
+        assert ideal <= 1.05
+        assert static <= 1.03
+        assert sum(e.sent_nbytes for e in exchanges) <= 1.01 * sum(e.bound_nbytes for e in exchanges)
+
+
+def test_padding_can_be_limited():
+    source, target = llama_8b(8, stacked=False), llama_8b(6, stacked=False)
+    fast = redistribution(source, target, H100)
+    lean = redistribution(source, target, H100, max_padding=0.05)
+    for a, b in zip(fast, lean, strict=True):
+        assert b.sent_nbytes <= 1.05 * b.bound_nbytes
+        assert a.seconds(H100) <= b.seconds(H100)
 
 
 def test_errors():

@@ -5,7 +5,8 @@ a message, takes part in one collective, and copies pieces of what it received i
 
 - `permute`: `lax.ppermute` of `[numel]`, pairs as in `Round.pairs`; a torch `batch_isend_irecv`;
 - `all_to_all`: a tiled `lax.all_to_all` of `[num_shards, numel]`, or `all_to_all_single`;
-- `uneven_all_to_all`: `all_to_all_single` with the split sizes of the transfers.
+- `uneven_all_to_all`: `all_to_all_single` with the sizes of `Round.splits`; `lax.ragged_all_to_all` on GPU and
+  TPU (XLA:CPU has none).
 
 Sizes and offsets are in elements; with `num_copies` every buffer and message has a leading dim of that size.
 """
@@ -205,6 +206,7 @@ def exchange(
     name: str = "",
     num_copies: int = 1,
     uneven: bool = False,
+    max_padding: float | None = None,
     max_message_nbytes: int | None = None,
 ) -> Exchange:
     """Plans the rounds that give every device the segments it wants. Deterministic.
@@ -216,8 +218,10 @@ def exchange(
       dtype: of all buffers.
       name: for people.
       num_copies: the same exchange for so many layers at once, as a leading dim of every buffer.
-      uneven: whether the backend has an all-to-all with sizes of its own for every pair (torch). One round
-        then does it, at the bound.
+      uneven: whether the backend has an all-to-all with sizes of its own for every pair. One round then does
+        it, at the bound.
+      max_padding: how many more bytes than the bound a device may send, as a fraction, even where that takes
+        more time. A target: many small messages on many devices may miss it.
       max_message_nbytes: memory for one round's outgoing messages; larger rounds are cut into several.
 
     Raises:
@@ -244,7 +248,13 @@ def exchange(
     if uneven:
         steps = [Step("uneven_all_to_all", max(traffic.values()), traffic)] if traffic else []
     else:
-        steps = plan_steps(traffic, num_shards, profile.latency * profile.link_bandwidth / element_nbytes)
+        latency = profile.latency * profile.link_bandwidth / element_nbytes
+        steps = plan_steps(traffic, num_shards, latency)
+        if max_padding is not None:  # the less a round costs, the less is padded to save rounds
+            limit = (1 + max_padding) * most_numel(traffic)
+            while latency > 0 and steps_cost(steps, num_shards, 0) > limit:
+                latency = latency / 4 if latency > 1 / 4 else 0
+                steps = plan_steps(traffic, num_shards, latency)
     if max_message_nbytes is not None:
         steps = split_steps(steps, num_shards, max_message_nbytes // element_nbytes)
     return Exchange(
@@ -286,24 +296,28 @@ def redistribution(
     profile: HardwareProfile,
     *,
     uneven: bool = False,
+    max_padding: float | None = None,
     max_message_nbytes: int | None = None,
+    group_nbytes: float | None = None,
 ) -> tuple[Exchange, ...]:
     """Exchanges that turn one layout into another, never needing more than a bucket's memory at a time.
 
     One exchange for each dtype of each bucket of the target; small buckets share one until they are together
-    as large as the largest, which saves latency and no memory. A bucket whose layers are stacked alike in both
-    layouts is exchanged in one go with a leading dim (`num_copies`).
+    as large as the largest, which saves latency and costs no memory. A bucket whose layers are stacked alike
+    in both layouts is exchanged in one go with a leading dim (`num_copies`).
 
     Args:
       source, target: layouts of the same tensors; the number of shards may differ.
-      profile, uneven, max_message_nbytes: as for `exchange`.
+      profile, uneven, max_padding, max_message_nbytes: as for `exchange`.
+      group_nbytes: bytes per device of the buckets that share an exchange, instead of those of the largest
+        bucket. Fewer and larger exchanges lose less time to latency: `math.inf` takes the whole model at once.
 
     Raises:
       ValueError: a tensor is missing on one side, or its shape or dtype differs; all of them named.
     """
     _check_same(source, target)
     exchanges = []
-    limit = max((bucket.shard_nbytes for bucket in target.buckets), default=0)
+    limit = group_nbytes or max((bucket.shard_nbytes for bucket in target.buckets), default=0)
     stack_of = {tensor.name: bucket.num_copies for bucket in source.buckets for tensor in bucket.tensors}
     for buckets in _merged(target.buckets, limit):
         groups: dict[tuple[str, int], set[str]] = defaultdict(set)
@@ -322,6 +336,7 @@ def redistribution(
                     name=" + ".join(b.name or "(root)" for b in buckets),
                     num_copies=num_copies,
                     uneven=uneven,
+                    max_padding=max_padding,
                     max_message_nbytes=max_message_nbytes,
                 )
             )
@@ -333,18 +348,17 @@ def _segments_of(layout: Layout, buckets: Sequence[Bucket], names: set[str], per
     return segments(Layout(layout.num_shards, some), names=names, per_layer=per_layer)
 
 
-def _merged(buckets: Sequence[Bucket], limit: int) -> Iterator[tuple[Bucket, ...]]:
-    """Runs of neighbouring buckets of at most `limit` bytes per device; stacked buckets alone."""
+def _merged(buckets: Sequence[Bucket], limit: float) -> Iterator[tuple[Bucket, ...]]:
+    """Buckets in order, several together up to `limit` bytes per device; stacked ones alone."""
     run: list[Bucket] = []
     for bucket in buckets:
-        alone = bucket.num_copies > 1
-        if run and (alone or sum(b.shard_nbytes for b in [*run, bucket]) > limit):
+        if bucket.num_copies > 1:
+            yield (bucket,)
+            continue
+        if run and sum(b.shard_nbytes for b in [*run, bucket]) > limit:
             yield tuple(run)
             run = []
-        if alone:
-            yield (bucket,)
-        else:
-            run.append(bucket)
+        run.append(bucket)
     if run:
         yield tuple(run)
 
@@ -370,6 +384,7 @@ def owner_exchange(
     profile: HardwareProfile,
     *,
     uneven: bool = False,
+    max_padding: float | None = None,
     max_message_nbytes: int | None = None,
     dtype: str | None = None,
 ) -> tuple[Exchange, ...]:
@@ -381,7 +396,7 @@ def owner_exchange(
     Args:
       layout: where the matrices lie.
       owners: who works on which.
-      profile, uneven, max_message_nbytes: as for `exchange`.
+      profile, uneven, max_padding, max_message_nbytes: as for `exchange`.
       dtype: of what is moved (momentum), where it is not the tensors' own.
 
     Raises:
@@ -402,6 +417,7 @@ def owner_exchange(
             dtype=kind,
             name="owners",
             uneven=uneven,
+            max_padding=max_padding,
             max_message_nbytes=max_message_nbytes,
         )
         for kind, names in sorted(groups.items())

@@ -13,6 +13,7 @@ Finding the best permutes is NP-hard (preemptive open shop with set-up times); t
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
@@ -26,7 +27,7 @@ Kind = Literal["permute", "all_to_all", "uneven_all_to_all"]
 _MAX_LEVELS = 128  # sizes of the all-to-all chunk that are looked at
 _MAX_TRIED = 6  # and for which permutes are planned
 _MAX_EDGES = 1 << 14  # beyond it messages are not split between rounds, to stay fast
-_MAX_SPLITS = 1 << 19  # edges times rounds that the splitting may look at
+_MAX_SPLITS = 1 << 22  # edges times rounds that the splitting may look at
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,85 +173,80 @@ def _permute(amounts: Traffic) -> Step:
 def peel(traffic: Traffic, num_shards: int) -> Iterator[tuple[Step, dict[tuple[int, int], int]]]:
     """Permutes whose sizes add up to exactly the least possible; yields each with what is left after it.
 
-    Traffic is filled up until every device sends and receives the same, which by Birkhoff's theorem is a sum
-    of permutations. Each round takes the permutation whose smallest entry is largest, and as much of it.
+    Filled up until every device sends and receives the same, traffic is a sum of permutations (Birkhoff). A
+    pair can be filled up by as much as both its ends have slack. Each round takes the permutation whose
+    smallest filled entry is largest: the largest round after which the rest still fits in what is left.
     """
     rest = np.zeros((num_shards, num_shards), np.int64)
     for pair, numel in traffic.items():
         rest[pair] = numel
-    slack, left = _slack(rest), most_numel(traffic)
-    while left > 0:
-        total = rest + slack
-        receivers = _bottleneck_matching(total)
-        at = np.arange(num_shards), receivers
-        size = int(total[at].min())
-        real = np.minimum(rest[at], size)
-        rest[at] -= real
-        slack[at] -= size - real
-        left -= size
-        amounts = {(i, int(j)): int(n) for i, (j, n) in enumerate(zip(receivers, real, strict=True)) if n}
-        if amounts:
-            senders, targets = np.nonzero(rest)
-            remain = {(int(i), int(j)): int(rest[i, j]) for i, j in zip(senders, targets, strict=True)}
-            yield _permute(amounts), remain
+    senders = np.arange(num_shards)
+    while rest.any():
+        sent, received = rest.sum(1), rest.sum(0)
+        left = max(sent.max(), received.max())
+        filled = rest + np.minimum.outer(left - sent, left - received)
+        size, receivers = _bottleneck_matching(filled, rest)
+        amounts = np.minimum(rest[senders, receivers], size)
+        rest[senders, receivers] -= amounts
+        moved = {(i, int(receivers[i])): int(amounts[i]) for i in np.nonzero(amounts)[0].tolist()}
+        yield _permute(moved), {(int(i), int(j)): int(rest[i, j]) for i, j in np.argwhere(rest)}
 
 
-def _slack(matrix: np.ndarray) -> np.ndarray:
-    """Padding that makes all rows and columns add up to the same, on entries in use as far as possible."""
-    slack = np.zeros_like(matrix)
-    size = max(matrix.sum(0).max(), matrix.sum(1).max())
-    rows, columns = size - matrix.sum(1), size - matrix.sum(0)
-    for in_use in (True, False):
-        for i in np.nonzero(rows)[0]:
-            for j in np.nonzero(columns)[0]:
-                if (matrix[i, j] > 0) == in_use and rows[i] and columns[j]:
-                    amount = min(rows[i], columns[j])
-                    slack[i, j] += amount
-                    rows[i] -= amount
-                    columns[j] -= amount
-    return slack
+def _bottleneck_matching(filled: np.ndarray, rest: np.ndarray) -> tuple[int, np.ndarray]:
+    """The largest size for which a perfect matching of entries so large exists, and for each row its column.
 
-
-def _bottleneck_matching(matrix: np.ndarray) -> np.ndarray:
-    """For each row its column in the perfect matching whose smallest entry is largest."""
-    sizes = np.unique(matrix[matrix > 0])
-    low, high, best = 0, len(sizes) - 1, _matching(matrix >= sizes[0])
-    assert best is not None, "equal row and column sums always have a perfect matching"
+    Of those matchings, one that finishes many messages, so that fewer rounds are needed later.
+    """
+    sizes = np.unique(filled[filled > 0])
+    low, high = 0, len(sizes) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        found = _matching(matrix >= sizes[middle])
-        if found is None:
+        if _matching(filled >= sizes[middle]) is None:
             high = middle - 1
         else:
-            low, best = middle, found
-    return best
+            low = middle
+    size = int(sizes[low])
+    allowed = filled >= size
+    best = _matching(allowed & (rest > 0) & (rest <= size), allowed & (rest > 0), allowed)
+    assert best is not None, "equal row and column sums always have a perfect matching"
+    return size, best
 
 
-def _matching(allowed: np.ndarray) -> np.ndarray | None:
-    """A perfect matching by augmenting paths, rows as bit sets; None where there is none."""
-    n = len(allowed)
-    bits = [int.from_bytes(row.tobytes(), "little") for row in np.packbits(allowed, axis=1, bitorder="little")]
+def _matching(*layers: np.ndarray) -> np.ndarray | None:
+    """A perfect matching of the last layer's entries that prefers those of the first; None if there is none.
+
+    Augmenting paths, rows as bit sets. A row or column that is matched in one layer stays so in the next.
+    """
+    n = len(layers[0])
     row_of, column_of, free = [-1] * n, [-1] * n, (1 << n) - 1
-    for root in range(n):
-        queue, parent, unseen, end = [root], {}, (1 << n) - 1, -1
-        for row in queue:
-            new = bits[row] & unseen
-            if new & free:
-                end = (new & free & -(new & free)).bit_length() - 1
-                parent[end] = row
-                break
-            unseen &= ~new
-            while new:
-                column = (new & -new).bit_length() - 1
-                parent[column] = row
-                queue.append(row_of[column])
-                new &= new - 1
-        if end < 0:
-            return None
-        free &= ~(1 << end)
-        while end >= 0:
-            row = parent[end]
-            row_of[end], column_of[row], end = row, end, column_of[row]
+    for allowed in layers:
+        packed = np.packbits(allowed, axis=1, bitorder="little")
+        bits = [int.from_bytes(row.tobytes(), "little") for row in packed]
+        last = allowed is layers[-1]
+        for root in range(n):
+            if column_of[root] >= 0:
+                continue
+            queue, parent, unseen, end = [root], {}, (1 << n) - 1, -1
+            for row in queue:
+                new = bits[row] & unseen
+                if new & free:
+                    end = (new & free & -(new & free)).bit_length() - 1
+                    parent[end] = row
+                    break
+                unseen &= ~new
+                while new:
+                    column = (new & -new).bit_length() - 1
+                    parent[column] = row
+                    queue.append(row_of[column])
+                    new &= new - 1
+            if end < 0:
+                if last:
+                    return None
+                continue
+            free &= ~(1 << end)
+            while end >= 0:
+                row = parent[end]
+                row_of[end], column_of[row], end = row, end, column_of[row]
     return np.array(column_of)
 
 
@@ -266,9 +262,18 @@ def plan_steps(traffic: Traffic, num_shards: int, latency: float) -> list[Step]:
       >>> [(s.kind, s.numel) for s in plan_steps({(0, 1): 9, (1, 2): 9, (2, 0): 8}, 3, latency=1)]
       [('permute', 9)]
     """
-    traffic = {pair: numel for pair, numel in sorted(traffic.items()) if numel}
-    if not traffic:
-        return []
+    return list(
+        _plan_steps(tuple((p, numel) for p, numel in sorted(traffic.items()) if numel), num_shards, latency)
+    )
+
+
+@lru_cache(maxsize=64)  # the layers of a model look alike
+def _plan_steps(
+    items: tuple[tuple[tuple[int, int], int], ...], num_shards: int, latency: float
+) -> tuple[Step, ...]:
+    if not items:
+        return ()
+    traffic = dict(items)
     best, best_cost = [], float("inf")
     for bound, chunk in _levels(traffic, num_shards, latency)[:_MAX_TRIED]:
         if bound >= best_cost:
@@ -277,11 +282,11 @@ def plan_steps(traffic: Traffic, num_shards: int, latency: float) -> list[Step]:
         if chunk:
             steps.append(Step("all_to_all", chunk, {p: min(numel, chunk) for p, numel in traffic.items()}))
         rest = {pair: numel - chunk for pair, numel in traffic.items() if numel > chunk}
-        steps = _plan_permutes(rest, num_shards, latency) + steps
+        steps = dissolve(_plan_permutes(rest, num_shards, latency), latency) + steps
         cost = steps_cost(steps, num_shards, latency)
         if cost < best_cost:
             best, best_cost = steps, cost
-    return best
+    return tuple(best)
 
 
 def _whole(traffic: Traffic, num_shards: int, latency: float) -> list[Step]:
@@ -308,6 +313,42 @@ def _plan_permutes(traffic: Traffic, num_shards: int, latency: float) -> list[St
         if (total := steps_cost(whole, num_shards, latency)) < best_cost:
             best, best_cost = whole, total
     return best
+
+
+def dissolve(steps: list[Step], latency: float) -> list[Step]:
+    """The permutes without those whose messages fit into the others, where that saves time.
+
+    A message may ride in any other round in which its pair has room left or both its ends are idle, and may
+    lengthen it: all the rounds' sizes may grow together by less than the latency and the size saved.
+    """
+    rounds = [dict(step.amounts) for step in sorted(steps, key=lambda step: step.numel)]
+    at = 0
+    while at < len(rounds):
+        others = [dict(amounts) for amounts in rounds[:at] + rounds[at + 1 :]]
+        sizes = [max(amounts.values()) for amounts in others]
+        budget = latency + max(rounds[at].values())
+        for pair, numel in sorted(rounds[at].items(), key=lambda item: (-item[1], item[0])):
+            open_to = [k for k, amounts in enumerate(others) if pair in amounts or not _touches(amounts, pair)]
+            for grow in (False, True):
+                for k in open_to:
+                    taken = others[k].get(pair, 0)
+                    amount = numel if grow else min(numel, sizes[k] - taken)
+                    if amount > 0:
+                        others[k][pair] = taken + amount
+                        budget -= max(0, taken + amount - sizes[k])
+                        sizes[k] = max(sizes[k], taken + amount)
+                        numel -= amount
+            if numel or budget <= 0:
+                break
+        else:
+            rounds = others
+            continue
+        at += 1
+    return [_permute(amounts) for amounts in rounds]
+
+
+def _touches(amounts: Traffic, pair: tuple[int, int]) -> bool:
+    return any(pair[0] == sender or pair[1] == receiver for sender, receiver in amounts)
 
 
 def split_steps(steps: list[Step], num_shards: int, max_numel: int) -> list[Step]:
