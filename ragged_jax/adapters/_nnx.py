@@ -52,7 +52,8 @@ def fully_shard(
       plan: a plan or layout to follow instead of making one.
       reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
         called under `jax.remat` anyway, False saves a gather: the remat drops them.
-      policy: a `jax.checkpoint` policy for what else units keep for the backward pass; everything by default.
+      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
+        gathered weights and what cheap arithmetic makes again.
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's

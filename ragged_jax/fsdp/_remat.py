@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 
-# Values that cost next to nothing to make again. Were they kept, a cast or a transpose of a gathered weight
-# would stand in for the weight itself and nothing would be freed.
-_CHEAP = frozenset(
+# Values that cost next to nothing to make again. Casts and copies, because were they kept, that of a gathered weight
+# would stand in for the weight itself and nothing would be freed. Plain arithmetic, because it fuses into whatever
+# reads it: keeping the six intermediate values of a gelu costs more memory and time than making them again.
+# Comparisons are kept: a mask is one byte, what it is made from four.
+_COPIES = frozenset(
     {
         "all_gather",
         "broadcast_in_dim",
@@ -15,6 +17,7 @@ _CHEAP = frozenset(
         "convert_element_type",
         "copy",
         "expand_dims",
+        "iota",
         "name",
         "pad",
         "pvary",
@@ -26,17 +29,38 @@ _CHEAP = frozenset(
         "transpose",
     }
 )
+_ARITHMETIC = frozenset(
+    {
+        "abs",
+        "add",
+        "add_any",
+        "clamp",
+        "div",
+        "integer_pow",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "select_n",
+        "sign",
+        "square",
+        "sub",
+    }
+)
 
 
 def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: keep what plain autodiff keeps, except gathered weights and their copies."""
+    """A `jax.checkpoint` policy: keep what plain autodiff keeps, except gathered weights and cheap arithmetic.
+
+    Results of products, convolutions, reductions, comparisons and transcendental functions are kept.
+    """
     return not _is_cheap(primitive, params)
 
 
 def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
         return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
-    return primitive.name in _CHEAP
+    return primitive.name in _COPIES or primitive.name in _ARITHMETIC
 
 
 def resharding(run: Callable, policy: Callable | None, scanned: bool) -> Callable:
@@ -44,7 +68,7 @@ def resharding(run: Callable, policy: Callable | None, scanned: bool) -> Callabl
 
     Args:
       run: a function of shards that gathers them itself.
-      policy: what else to keep; None for everything that plain autodiff keeps.
+      policy: what else to keep; None for everything that is not cheap to make again.
       scanned: whether `run` is the body of a scan, whose iterations the compiler cannot merge anyway. Without
         barriers it may overlap a gather with the computation before it.
     """

@@ -25,7 +25,8 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
 
     Args:
       function: of arrays and pytrees, some of them sharded subtrees.
-      policy: a `jax.checkpoint` policy, for which activations to keep; all by default.
+      policy: a `jax.checkpoint` policy, for what to keep; by default everything but gathered weights and what
+        cheap arithmetic makes again.
 
     Example:
       >>> def layer(w, x):
