@@ -22,7 +22,7 @@ from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
 from ._nnx_find import ModuleUnits, Path, find, join
-from ._nnx_module import SLABS, ModuleUnit, changing, info_of, make_unit
+from ._nnx_module import SLABS, ModuleUnit, changing, info_of, make_unit, spec_of
 
 
 def fully_shard(
@@ -114,12 +114,10 @@ def _(model: nnx.Module, wrt: Any = None) -> Argument:
 def _specs(state: Any) -> Any:
     """A state of the same structure with the partition spec of each array, as its variable knows it."""
 
-    def spec(variable: Any) -> Any:
-        sharding = variable.get_metadata().get("out_sharding") if isinstance(variable, nnx.Variable) else None
-        own = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        return jax.tree.map(lambda _: own, variable)
+    def specs(variable: Any) -> Any:
+        return jax.tree.map(lambda _: spec_of(variable), variable)
 
-    return jax.tree.map(spec, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
 def _integers(params: Any) -> Iterator[str]:

@@ -9,6 +9,7 @@ import jax
 
 from ._tree import ShardedTree
 from ._unit import Unit
+from ._unsharded import unshard
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,6 @@ def as_argument(model: Any, wrt: Any = None) -> Argument | None:
 
 @as_argument.register
 def _(model: ShardedTree, wrt: Any = None) -> Argument:
-    from ._generic import unshard
-
     leaves, treedef = jax.tree.flatten(model)
     smooth = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
     specs = jax.tree.leaves(model_specs(model))
@@ -78,7 +77,7 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
 
 def model_specs(tree: ShardedTree) -> ShardedTree:
     """A tree of the same structure with each array's partition spec."""
-    slabs = {name: tree.unit.spec() for name in tree.slabs}
+    slabs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
     return tree.replace(slabs, {name: model_specs(child) for name, child in tree.children.items()})  # type: ignore
 
 

@@ -1,6 +1,6 @@
 """What the backward pass keeps of a unit: activations yes, gathered weights no."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -30,9 +30,13 @@ _CHEAP = frozenset(
 
 def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep what plain autodiff keeps, except gathered weights and their copies."""
-    if primitive.name == "custom_vjp_call":
-        return params.get("name") != "_gather"
-    return primitive.name not in _CHEAP
+    return not _is_cheap(primitive, params)
+
+
+def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
+    if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
+        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+    return primitive.name in _CHEAP
 
 
 def resharding(run: Callable, policy: Callable | None, scanned: bool) -> Callable:

@@ -40,12 +40,13 @@ class Unit:
     def stacked(self) -> bool:
         return self.bucket.stack is not None
 
-    def spec(self) -> PartitionSpec:
-        """The partition spec of every slab."""
-        return PartitionSpec(None, self.axis) if self.stacked else PartitionSpec(self.axis)
+    def spec(self, slab: Slab) -> PartitionSpec:
+        """The partition spec of a slab's array, with an entry for each dim, as XLA gives it back."""
+        rest = [None] * (len(slab_shape(slab, 1)) - 1)
+        return PartitionSpec(*[None] * self.stacked, self.axis, *rest)
 
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec())
+    def sharding(self, slab: Slab) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(slab))
 
     def shape(self, slab: Slab) -> tuple[int, ...]:
         """Global shape of the slab's array."""
@@ -79,7 +80,7 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         if any(is_traced(x) for x in tensors.values()):
-            return {slab.name: pin(self._packed(slab, tensors), self.sharding()) for slab in self.bucket.slabs}
+            return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
 
     def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
@@ -108,7 +109,7 @@ class Unit:
             shape = slab_shape(slab, 1)
             return buffer.reshape((copies, stop - start, *shape[1:]) if self.stacked else (stop - start, *shape[1:]))
 
-        return jax.make_array_from_callback(self.shape(slab), self.sharding(), part, dtype=dtype)
+        return jax.make_array_from_callback(self.shape(slab), self.sharding(slab), part, dtype=dtype)
 
     def full(self, slabs: Mapping[str, Any]) -> dict[str, Any]:
         """The whole tensors from the slabs' arrays: numpy arrays, or traced ones under a trace.

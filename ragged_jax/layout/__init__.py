@@ -11,10 +11,15 @@ from ._block import rows as rows
 from ._block import tile as tile
 from ._block import whole as whole
 from ._dtypes import itemsize as itemsize
-from ._json import LayoutError as LayoutError
+from ._errors import LayoutError as LayoutError
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
+from ._overlap import Buffer as Buffer
+from ._overlap import Move as Move
+from ._overlap import Segment as Segment
+from ._overlap import overlap as overlap
+from ._overlap import segments as segments
 from ._ragged_shard import RaggedShard as RaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement

@@ -16,6 +16,7 @@ class BucketReport:
       payload_nbytes: bytes of the tensors, unsharded.
       shard_nbytes: bytes on each device.
       bound_nbytes: no plan with these slabs could use fewer bytes on each device.
+      floor_nbytes: no layout at all that keeps blocks whole could, in slabs or otherwise.
       unshard_nbytes: bytes of the gathered bucket (of one layer, for a stack).
     """
 
@@ -25,18 +26,20 @@ class BucketReport:
     payload_nbytes: int
     shard_nbytes: int
     bound_nbytes: int
+    floor_nbytes: int
     unshard_nbytes: int
 
     @classmethod
-    def of(cls, bucket: Bucket, num_shards: int, bound_nbytes: int) -> "BucketReport":
+    def of(cls, bucket: Bucket, num_shards: int, bound_nbytes: int, floor_nbytes: int) -> "BucketReport":
         num_sole = sum(slab.sole for slab in bucket.slabs)
         return cls(
             name=bucket.name,
             num_sole=num_sole,
-            num_packed=len(bucket.tensors) - num_sole,
+            num_packed=sum(len(slab.placements) for slab in bucket.slabs) - num_sole,
             payload_nbytes=bucket.payload_nbytes,
             shard_nbytes=bucket.shard_nbytes,
             bound_nbytes=bound_nbytes,
+            floor_nbytes=floor_nbytes,
             unshard_nbytes=num_shards * bucket.shard_nbytes // max(1, bucket.num_copies),
         )
 
@@ -59,6 +62,11 @@ class Plan:
         return sum(bucket.bound_nbytes for bucket in self.buckets)
 
     @property
+    def floor_nbytes(self) -> int:
+        """Bytes on each device that no layout with whole blocks could beat, in these slabs or otherwise."""
+        return sum(bucket.floor_nbytes for bucket in self.buckets)
+
+    @property
     def padding_fraction(self) -> float:
         """Padding over payload, in bytes."""
         return self.layout.padding_fraction
@@ -66,8 +74,16 @@ class Plan:
     @property
     def bound_fraction(self) -> float:
         """The padding fraction that the bound implies."""
+        return self._fraction(self.bound_nbytes)
+
+    @property
+    def floor_fraction(self) -> float:
+        """The padding fraction that the floor implies."""
+        return self._fraction(self.floor_nbytes)
+
+    def _fraction(self, shard_nbytes: int) -> float:
         payload = self.layout.payload_nbytes
-        return self.layout.num_shards * self.bound_nbytes / payload - 1 if payload else 0.0
+        return (self.layout.num_shards * shard_nbytes - payload) / payload if payload else 0.0
 
     @property
     def optimal(self) -> bool:
