@@ -9,12 +9,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
+    PrecisionRule,
     Unit,
     as_argument,
     fold_in_device,
     full_params_registry,
     groups_of,
     make_layout,
+    precision_for,
     shard_like_registry,
     units_of,
 )
@@ -37,6 +39,7 @@ def fully_shard(
     plan: Plan | Layout | None = None,
     reshard_after_forward: bool = True,
     policy: Callable | None = None,
+    precision: PrecisionRule = None,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
@@ -54,6 +57,7 @@ def fully_shard(
         called under `jax.remat` anyway, False saves a gather: the remat drops them.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
+      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -70,7 +74,7 @@ def fully_shard(
     layout = make_layout([o.group(block) for o in owned], mesh.shape[axes[-1]], plan)
     _replicate_state(model, wrt, mesh)
     for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes)
+        unit = Unit(layout.bucket(own.name), mesh, axes, precision_for(own.name, precision))
         slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
         make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)

@@ -194,11 +194,13 @@ def _gathering(method: Callable, name: str) -> Callable:
                 "`value_and_grad` and `apply`; write `apply(lambda model, x: ...)(model, x)`"
             )
         graphdef, params, state = nnx.split((self, args, kwargs), info.wrt, ...)
+        precision = info.unit.precision
 
         def run(params, state):
             unit, args, kwargs = nnx.merge(graphdef, params, state, copy=True)
             info.open(unit)
-            out = getattr(unit, name)(*args, **kwargs)
+            args, kwargs = precision.inputs((args, kwargs))
+            out = precision.outputs(getattr(unit, name)(*args, **kwargs))
             return out, nnx.state((unit, args, kwargs), changing(info))
 
         if info.reshard:

@@ -13,6 +13,9 @@ from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
+from ._precision import MixedPrecision as MixedPrecision
+from ._precision import PrecisionRule as PrecisionRule
+from ._precision import precision_for as precision_for
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._spmd import fold_in_device as fold_in_device

@@ -10,7 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..layout import Bucket, Slab
-from ._check import is_traced
+from ._check import canonical_dtype, is_traced
+from ._precision import FULL, MixedPrecision
 from ._unshard import Arrays, pack, slab_shape, unshard
 
 
@@ -22,11 +23,13 @@ class Unit:
       bucket: its layout.
       mesh: the devices.
       axes: the mesh axes that split the batch; the slabs are sharded over the last, replicated over the rest.
+      precision: the dtypes of its collectives and of what it computes.
     """
 
     bucket: Bucket
     mesh: Mesh
     axes: tuple[str, ...]
+    precision: MixedPrecision = FULL
 
     @property
     def axis(self) -> str:
@@ -71,7 +74,7 @@ class Unit:
                 + "\n".join(wrong)
                 + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
             )
-        return unshard(self.bucket, shards, self.axis, self.axes)
+        return unshard(self.bucket, shards, self.axis, self.axes, self.precision)
 
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
@@ -92,7 +95,7 @@ class Unit:
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         whole = {p.tensor.name: _on_host(tensors[p.tensor.name]) for p in slab.placements}
-        dtype = next(iter(whole.values())).dtype
+        dtype = canonical_dtype(next(iter(whole.values())))
         copies = self.bucket.num_copies
         flat = {name: x.reshape(copies, -1) for name, x in whole.items()}
 
