@@ -97,17 +97,14 @@ def layout_pairs(draw):
     for _ in range(2):
         block = rows(draw(st.integers(1, 3)))
         tensors = tuple(
-            TensorSpec(f"t{i}", shape, "float32" if i % 3 else "bfloat16", block)
-            for i, shape in enumerate(shapes)
+            TensorSpec(f"t{i}", shape, "float32" if i % 3 else "bfloat16", block) for i, shape in enumerate(shapes)
         )
         cut = draw(st.integers(0, len(tensors)))
         groups = [g for g in (Group("a", tensors[:cut], stack), Group("b", tensors[cut:])) if g.tensors]
         if stack:  # a stacked tensor is stacked in both
             cut = len(tensors)
             groups = [Group(draw(st.sampled_from("ab")), tensors, stack)]
-        pair.append(
-            plan(groups, draw(st.integers(1, 5)), min_slab_nbytes=draw(st.sampled_from([0, 128]))).layout
-        )
+        pair.append(plan(groups, draw(st.integers(1, 5)), min_slab_nbytes=draw(st.sampled_from([0, 128]))).layout)
     return tuple(pair)
 
 

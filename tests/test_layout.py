@@ -26,9 +26,7 @@ def small_layout() -> Layout:
     kernel = TensorSpec("mlp/kernel", (6, 4), "float32", rows(2))
     bias = TensorSpec("mlp/bias", (5,), "float32")
     scale = TensorSpec("scale", (), "float32")
-    slab = Slab(
-        "float32x1", "float32", 16, 1, (Placement(kernel, 0), Placement(bias, 24), Placement(scale, 29))
-    )
+    slab = Slab("float32x1", "float32", 16, 1, (Placement(kernel, 0), Placement(bias, 24), Placement(scale, 29)))
     sole = Slab("head", "bfloat16", 2, 3, (Placement(TensorSpec("head", (4, 3), "bfloat16"), 0),), sole=True)
     return Layout(2, (Bucket("mlp", (slab, sole)),))
 

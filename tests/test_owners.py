@@ -82,9 +82,7 @@ def test_properties(case, rng: random.Random):
     assert owners.matrices == tuple(sorted(some))
     assert owners.bound * (1 - 1e-12) <= owners.imbalance <= (1 + tolerance) * (1 + 1e-12)
     assert 0 <= owners.sharded_fraction <= 1
-    assert sum(owners.numels) == sum(
-        m.numel for m, o in zip(owners.matrices, owners.owners, strict=True) if o >= 0
-    )
+    assert sum(owners.numels) == sum(m.numel for m, o in zip(owners.matrices, owners.owners, strict=True) if o >= 0)
     places = [(o, m.rows, m.cols, s) for m, o, s in zip(some, owners.owners, owners.slots, strict=False)]
     assert len(set(places)) == len(places)
 

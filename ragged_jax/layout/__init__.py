@@ -11,7 +11,7 @@ from ._block import rows as rows
 from ._block import tile as tile
 from ._block import whole as whole
 from ._dtypes import itemsize as itemsize
-from ._json import LayoutError as LayoutError
+from ._errors import LayoutError as LayoutError
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ._errors import STRICT
+
 Kind = Literal["elements", "rows", "tile", "whole"]
 _NUM_SIZES = {"elements": 1, "rows": 1, "tile": 2, "whole": 0}
 
@@ -24,6 +26,8 @@ class Block:
         heads); a block never reaches over two members of a stack.
     """
 
+    __pydantic_config__ = STRICT
+
     kind: Kind
     size: tuple[int, ...] = ()
     dim: int = 0
@@ -32,9 +36,7 @@ class Block:
         if self.kind not in _NUM_SIZES:
             raise ValueError(f"unknown block kind {self.kind!r}; choose from {', '.join(_NUM_SIZES)}")
         if len(self.size) != _NUM_SIZES[self.kind]:
-            raise ValueError(
-                f"a block of kind {self.kind!r} takes {_NUM_SIZES[self.kind]} sizes, got {self.size}"
-            )
+            raise ValueError(f"a block of kind {self.kind!r} takes {_NUM_SIZES[self.kind]} sizes, got {self.size}")
         for value in self.size:
             if type(value) is not int or value < 1:
                 raise ValueError(f"the sizes of a block are integers of at least 1, got {self.size}")

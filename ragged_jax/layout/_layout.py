@@ -8,6 +8,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from ._errors import STRICT, LayoutError
+from ._json import dump, load
 from ._ragged_shard import RaggedShard
 from ._slab import Bucket, Placement, Slab
 from ._tensor import TensorSpec
@@ -49,6 +51,8 @@ class Layout:
       num_shards: how many devices share the model.
       buckets: in the order in which the forward pass needs them.
     """
+
+    __pydantic_config__ = STRICT
 
     num_shards: int
     buckets: tuple[Bucket, ...]
@@ -140,8 +144,6 @@ class Layout:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The layout as a versioned JSON document."""
-        from ._json import dump
-
         return dump(self, indent)
 
     @classmethod
@@ -151,9 +153,7 @@ class Layout:
         Raises:
           LayoutError: naming every fault by its path, or that the file is of a newer version.
         """
-        from ._json import load
-
-        return load(text)
+        return load(cls, text).check()
 
     def faults(self) -> list[str]:
         """Every way in which the layout breaks its own rules, by path; empty for a sound one."""
@@ -195,8 +195,6 @@ class Layout:
         Raises:
           LayoutError: listing every fault.
         """
-        from ._json import LayoutError
-
         if found := self.faults():
             raise LayoutError("not a valid layout:\n" + "\n".join(f"  {fault}" for fault in found))
         return self

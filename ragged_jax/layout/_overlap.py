@@ -158,9 +158,7 @@ def _take(receiver: int, want: Segment, covers: Mapping[str, _Cover], moves: lis
             gaps.append(_part(want, position, low))
         source_offset, target_offset = have.offset + low - have.start, want.offset + low - want.start
         moves.append(
-            Move(
-                cover.devices[at], receiver, have.buffer, source_offset, want.buffer, target_offset, high - low
-            )
+            Move(cover.devices[at], receiver, have.buffer, source_offset, want.buffer, target_offset, high - low)
         )
         position = high
     return [*gaps, _part(want, position, want.stop)] if position < want.stop else gaps

@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 
 from ._dtypes import itemsize
+from ._errors import STRICT
 from ._tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A tensor at a place in a slab: its row-major elements start `offset` elements into the global slab."""
+
+    __pydantic_config__ = STRICT
 
     tensor: TensorSpec
     offset: int
@@ -30,6 +33,8 @@ class Slab:
       placements: the tensors in it, by rising offset.
       sole: the slab is one tensor in its natural shape, cut on dim 0, without padding and without a copy.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     dtype: str
@@ -67,6 +72,8 @@ class Bucket:
       stack: for layers stacked under a scan, how many. Every slab then has a leading dim of that size, and
         shapes and offsets are those of one layer.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     slabs: tuple[Slab, ...]

@@ -18,6 +18,7 @@ from ._owners import Matrix as Matrix
 from ._owners import OwnerPlan as OwnerPlan
 from ._owners import assign_owners as assign_owners
 from ._owners import matrices as matrices
+from ._picture import draw as draw
 from ._plan import Group as Group
 from ._plan import plan as plan
 from ._report import BucketReport as BucketReport

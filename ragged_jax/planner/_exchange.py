@@ -177,9 +177,7 @@ class Exchange:
         """The exchange that undoes this one, in the same number of rounds of the same sizes."""
 
         def back(part: Part) -> Part:
-            return Part(
-                part.target, part.target_offset, part.source, part.source_offset, part.numel, part.offset
-            )
+            return Part(part.target, part.target_offset, part.source, part.source_offset, part.numel, part.offset)
 
         def turn(t: Transfer) -> Transfer:
             return Transfer(t.receiver, t.sender, t.numel, tuple(map(back, t.parts)))
@@ -239,9 +237,7 @@ def exchange(
       (Exchange('', float32, 2 devices: permute[2]), 8, ((1, 0),))
     """
     if num_copies < 1 or (max_message_nbytes is not None and max_message_nbytes < 1):
-        raise ValueError(
-            f"num_copies {num_copies} and max_message_nbytes {max_message_nbytes} must be positive"
-        )
+        raise ValueError(f"num_copies {num_copies} and max_message_nbytes {max_message_nbytes} must be positive")
     num_shards = max(len(held), len(wanted))
     moves = overlap(held, wanted)
     messages: dict[tuple[int, int], list[Move]] = defaultdict(list)

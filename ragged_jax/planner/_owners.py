@@ -170,9 +170,7 @@ class OwnerPlan:
         """
         if not self.matrices:
             return 1.0
-        costs = sorted(
-            (m.cost for m, o in zip(self.matrices, self.owners, strict=True) if o >= 0), reverse=True
-        )
+        costs = sorted((m.cost for m, o in zip(self.matrices, self.owners, strict=True) if o >= 0), reverse=True)
         n, most = self.num_shards, max(costs, default=0)
         if len(costs) > n:
             most = max(most, costs[n - 1] + costs[n])
@@ -235,9 +233,7 @@ def assign_owners(
     """
     ordered = tuple(sorted(matrices))
     if num_shards < 1 or (layout is not None and layout.num_shards != num_shards):
-        raise ValueError(
-            f"num_shards is {num_shards}" + (f", the layout has {layout.num_shards}" if layout else "")
-        )
+        raise ValueError(f"num_shards is {num_shards}" + (f", the layout has {layout.num_shards}" if layout else ""))
     if tolerance < 0:
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
     ids = [(m.tensor, m.index) for m in ordered]

@@ -1,0 +1,183 @@
+"""Flax NNX: `fully_shard` a module, and how it passes through the transforms."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..fsdp import (
+    Argument,
+    Unit,
+    as_argument,
+    fold_in_device,
+    full_params_registry,
+    groups_of,
+    make_layout,
+    shard_like_registry,
+    units_of,
+)
+from ..fsdp import _check as check
+from ..layout import BlockRule, Layout, Slab, elements
+from ..planner import Group, Plan
+from ._nnx_find import ModuleUnits, Path, find, join
+from ._nnx_module import SLABS, ModuleUnit, changing, info_of, make_unit, spec_of
+
+
+def fully_shard(
+    model: nnx.Module,
+    mesh: Mesh,
+    *,
+    axis: str | tuple[str, ...],
+    units: ModuleUnits = None,
+    block: BlockRule = elements(1),  # noqa: B008
+    stacked: ModuleUnits = None,
+    wrt: type[nnx.Variable] = nnx.Param,
+    plan: Plan | Layout | None = None,
+    reshard_after_forward: bool = True,
+    policy: Callable | None = None,
+) -> nnx.Module:
+    """Spreads a Flax NNX model's parameters over a mesh axis, in place.
+
+    Args:
+      model: the module. Its other variables (statistics, random state) are replicated.
+      mesh: the devices, with `Auto` or `Explicit` axes.
+      axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
+      units: which submodules gather their parameters when they are called and drop them afterwards: a class,
+        several, or a predicate on path and module. What is left is gathered at the start of the step.
+      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules.
+      stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`.
+      wrt: the type of the variables to shard.
+      plan: a plan or layout to follow instead of making one.
+      reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
+        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
+        gathered weights and what cheap arithmetic makes again.
+
+    Returns:
+      The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
+      `packed_slabs`. `full_params` gives all of them back.
+
+    Raises:
+      ValueError: an unknown axis, units that match nothing, or a plan for another model.
+      TypeError: parameters that are not numeric arrays.
+    """
+    axes = check.mesh_axes(mesh, axis)
+    if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
+        raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
+    owned = find(model, wrt, units, stacked)
+    layout = make_layout([o.group(block) for o in owned], mesh.shape[axes[-1]], plan)
+    _replicate_state(model, wrt, mesh)
+    for own in reversed(owned):  # innermost first: a unit may hold units
+        unit = Unit(layout.bucket(own.name), mesh, axes)
+        slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
+        paths = tuple((name, paths) for name, (_, paths) in own.params.items())
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
+    return model
+
+
+def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
+    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+        nnx.update(model, jax.device_put(state, everywhere))
+
+
+@as_argument.register
+def _(model: nnx.Pytree, wrt: Any = None) -> Argument:
+    """Of any Flax object: a sharded module, or what goes along with it whole, such as `nnx.Rngs`."""
+    info = info_of(model)
+    mine = nnx.All(info.wrt, wrt) if info is not None and wrt is not None else (wrt or nnx.Param)
+    graphdef, params, state = nnx.split(model, mine if info is not None else False, ...)
+
+    def open(params: Any, state: Any, axes: tuple[str, ...]) -> nnx.Pytree:
+        opened = nnx.merge(graphdef, params, state, copy=True)
+        for _, variable in nnx.iter_graph(opened):
+            if isinstance(variable, nnx.RngKey):  # dropout differs between devices
+                variable.set_raw_value(fold_in_device(variable.get_raw_value(), axes))
+        if info is not None:
+            info.open(opened)
+        return opened
+
+    kept = changing(info) if info is not None else nnx.Variable
+    return Argument(
+        unit=info and info.unit,
+        params=params,
+        state=state,
+        specs=(_specs(params), _specs(state)),
+        open=open,
+        close=lambda opened: nnx.state(opened, nnx.All(kept, nnx.Not(nnx.RngKey))),
+        commit=lambda left: nnx.update(model, left),
+        undifferentiable=tuple(_integers(params)),
+    )
+
+
+def _specs(state: Any) -> Any:
+    """A state of the same structure with the partition spec of each array, as its variable knows it."""
+
+    def specs(variable: Any) -> Any:
+        return jax.tree.map(lambda _: spec_of(variable), variable)
+
+    return jax.tree.map(specs, state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def _integers(params: Any) -> Iterator[str]:
+    for path, leaf in nnx.to_flat_state(params):
+        if not jax.numpy.issubdtype(_value(leaf).dtype, jax.numpy.inexact):
+            yield join(path)
+
+
+def _units(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module, ModuleUnit]]:
+    """The units of a model with their paths, the root first."""
+    found = [(path, m, info) for path, m in nnx.iter_modules(model) if (info := info_of(m)) is not None]
+    yield from sorted(found, key=lambda item: len(item[0]))
+
+
+def _slab_path(path: Path, info: ModuleUnit, slab: Slab) -> Path:
+    return (*path, *dict(info.paths)[slab.name][0]) if slab.sole else (*path, SLABS, slab.name)
+
+
+@units_of.register
+def _(model: nnx.Module) -> list[Unit]:
+    return [info.unit for _, _, info in _units(model)]
+
+
+@groups_of.register
+def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
+    return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
+
+
+@full_params_registry.register
+def _(model: nnx.Module, like: Any = None) -> nnx.State:
+    wrt = next(info.wrt for _, _, info in _units(model))
+    return full_params_registry(nnx.state(model, wrt), model)
+
+
+@full_params_registry.register
+def _(state: nnx.State, like: Any = None) -> nnx.State:
+    if not isinstance(like, nnx.Module):
+        raise TypeError("a state does not know its layout; give the model: full_params(state, like=model)")
+    leaves = dict(nnx.to_flat_state(state))
+    full = []
+    for path, _, info in _units(like):
+        slabs = {s.name: _value(leaves[_slab_path(path, info, s)]) for s in info.unit.bucket.slabs}
+        tensors = info.unit.full(slabs)
+        full += [((*path, *places[0]), info.wrt(tensors[name], eager_sharding=False)) for name, places in info.paths]
+    return nnx.from_flat_state(full)
+
+
+@shard_like_registry.register
+def _(like: nnx.Module, tree: nnx.State) -> nnx.State:
+    leaves = dict(nnx.to_flat_state(tree))
+    sharded = dict(nnx.to_flat_state(nnx.state(like, next(info.wrt for _, _, info in _units(like)))))
+    for path, _, info in _units(like):
+        tensors = {name: _value(leaves[(*path, *places[0])]) for name, places in info.paths}
+        for slab_name, array in info.unit.shard(tensors).items():
+            place = _slab_path(path, info, next(s for s in info.unit.bucket.slabs if s.name == slab_name))
+            sharded[place] = sharded[place].replace(array)
+    return nnx.from_flat_state(list(sharded.items()))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf

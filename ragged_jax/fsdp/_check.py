@@ -1,0 +1,83 @@
+"""Checks of what users pass in; each error names every bad leaf by its path, the sizes and the remedy."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from ..layout import TensorSpec
+
+
+def mesh_axes(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """`axis` as a tuple of mesh axes: replicated over all but the last, sharded over the last.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, or one that is named twice.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    unknown = [name for name in axes if name not in mesh.shape]
+    if unknown or not axes:
+        raise ValueError(f"axis {unknown or axis!r} is not an axis of the mesh, which has {dict(mesh.shape)}")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"axis {axes} names a mesh axis twice; each can shard or replicate once")
+    return axes
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, Tracer)
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) and not (
+        isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and is_key(leaf)
+    )
+
+
+def arrays_only(leaves: Mapping[str, Any]) -> None:
+    """Raises TypeError when a leaf that should be sharded is not a numeric array."""
+    bad = [f"  {name}: {_describe(leaf)}" for name, leaf in leaves.items() if not is_array(leaf)]
+    if bad:
+        raise TypeError(
+            "only numeric arrays can be sharded; these leaves are something else:\n"
+            + "\n".join(bad)
+            + "\nKeep them out of the tree (pass them beside it), or make them arrays."
+        )
+
+
+def _describe(leaf: Any) -> str:
+    dtype = getattr(leaf, "dtype", None)
+    return f"{type(leaf).__name__} of dtype {dtype}" if dtype is not None else f"{type(leaf).__name__} {leaf!r:.40}"
+
+
+def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
+    """Warns, once for all of them, of tensors that hold no block of the size asked for."""
+    small = [f"  {t.name}: shape {t.shape}, block {t.block!r}" for t in tensors if not t.block.fits(t.shape)]
+    if small:
+        warnings.warn(
+            "these tensors are smaller than one block; a smaller block was used, as large as the tensor allows, "
+            "so that each dim that the block exceeds stays whole:\n" + "\n".join(small),
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def batch_divides(leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tuple[str, ...]) -> None:
+    """Raises ValueError when dim 0 of a batch leaf does not divide over the devices."""
+    bad = [f"  {name}: shape {x.shape}" for name, x in leaves if x.shape[0] % num_devices]
+    if bad:
+        raise ValueError(
+            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}), and these do not "
+            "divide:\n"
+            + "\n".join(bad)
+            + "\nPad the batch (and give padded examples weight 0), drop the rest, or wrap an argument that every "
+            "device needs whole in `rj.replicated`."
+        )

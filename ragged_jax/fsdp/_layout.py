@@ -1,0 +1,44 @@
+"""From a model's tensors to the layout that the runtime follows: a new plan, or one that was given."""
+
+from collections.abc import Mapping, Sequence
+
+from .. import planner
+from ..layout import Layout
+from ..planner import Group, Plan
+from . import _check as check
+
+
+def make_layout(groups: Sequence[Group], num_shards: int, given: Plan | Layout | None) -> Layout:
+    """The layout to follow.
+
+    Raises:
+      ValueError: the given one is for another model or number of shards; every difference is listed.
+    """
+    if given is None:
+        check.blocks_fit(t for group in groups for t in group.tensors)
+        return planner.plan(groups, num_shards).layout
+    layout = given.layout if isinstance(given, Plan) else given
+    faults = (
+        [] if layout.num_shards == num_shards else [f"  for {layout.num_shards} shards, the mesh has {num_shards}"]
+    )
+    planned = {t.name: (b.name, b.stack, t.shape, t.dtype) for b in layout.buckets for t in b.tensors}
+    wanted = {t.name: (g.name, g.stack, t.shape, t.dtype) for g in groups for t in g.tensors}
+    for name in sorted(planned.keys() | wanted.keys()):
+        if planned.get(name) != wanted.get(name):
+            faults.append(f"  {name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
+    if faults:
+        raise ValueError("the plan is not for this model (bucket, stack, shape, dtype):\n" + "\n".join(faults))
+    return layout
+
+
+def stack_length(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """The leading dim that the tensors of a stack of layers have in common.
+
+    Raises:
+      ValueError: they have none; all shapes are listed.
+    """
+    lengths = {shape[0] if shape else -1 for shape in shapes.values()}
+    if len(lengths) != 1 or -1 in lengths:
+        listing = "\n".join(f"  {tensor}: shape {shape}" for tensor, shape in shapes.items())
+        raise ValueError(f"unit {name!r} is marked as stacked, but its leading dims differ:\n{listing}")
+    return lengths.pop()

@@ -1,0 +1,75 @@
+"""What the backward pass keeps of a unit: activations yes, gathered weights no."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+# Values that cost next to nothing to make again. Casts and copies, because were they kept, that of a gathered weight
+# would stand in for the weight itself and nothing would be freed. Plain arithmetic, because it fuses into whatever
+# reads it: keeping the six intermediate values of a gelu costs more memory and time than making them again.
+# Comparisons are kept: a mask is one byte, what it is made from four.
+_COPIES = frozenset(
+    {
+        "all_gather",
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "iota",
+        "name",
+        "pad",
+        "pvary",
+        "reduce_precision",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+_ARITHMETIC = frozenset(
+    {
+        "abs",
+        "add",
+        "add_any",
+        "clamp",
+        "div",
+        "integer_pow",
+        "max",
+        "min",
+        "mul",
+        "neg",
+        "select_n",
+        "sign",
+        "square",
+        "sub",
+    }
+)
+
+
+def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: keep what plain autodiff keeps, except gathered weights and cheap arithmetic.
+
+    Results of products, convolutions, reductions, comparisons and transcendental functions are kept.
+    """
+    return not _is_cheap(primitive, params)
+
+
+def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
+    if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
+        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+    return primitive.name in _COPIES or primitive.name in _ARITHMETIC
+
+
+def resharding(run: Callable, policy: Callable | None, scanned: bool) -> Callable:
+    """`run`, with its unsharded weights gathered again in backward instead of kept.
+
+    Args:
+      run: a function of shards that gathers them itself.
+      policy: what else to keep; None for everything that is not cheap to make again.
+      scanned: whether `run` is the body of a scan, whose iterations the compiler cannot merge anyway. Without
+        barriers it may overlap a gather with the computation before it.
+    """
+    return jax.checkpoint(run, policy=policy or drop_unsharded, prevent_cse=not scanned)

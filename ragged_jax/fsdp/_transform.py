@@ -1,0 +1,121 @@
+"""`value_and_grad` and `apply`: a function of a sharded model and a batch, run on every device's share."""
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._argument import Argument, as_argument
+from ._spmd import Call
+
+
+def value_and_grad(
+    function: Callable,
+    argnums: Any = 0,
+    has_aux: bool = False,
+    *,
+    allow_int: bool = False,
+) -> Callable:
+    """`jax.value_and_grad` for a sharded model: the batch is split over the devices, the loss is their mean.
+
+    The function is written as for one device. It gets the model with its root bucket unsharded, and units that
+    unshard themselves as they are called; and of every other array its device's share along dim 0. Scalars
+    and random keys are the same everywhere, keys folded with the device's index so that dropout differs.
+
+    Args:
+      function: returns the mean loss over the batch it is given, with `has_aux` also anything else.
+      argnums: which arguments to differentiate, each a sharded model: an index, or several; for a Flax module
+        also `nnx.DiffState`.
+      has_aux: whether the function returns `(loss, aux)`; for what becomes of aux, see `apply`.
+      allow_int: gives integer leaves of a pytree a zero gradient instead of refusing them. Mask them from
+        the optimizer: weight decay would move them.
+
+    Returns:
+      A function of the same arguments that returns what `jax.value_and_grad` returns: the mean loss (and aux),
+      and the gradient, sharded as the model is.
+
+    Raises:
+      TypeError: an argument to differentiate is not a sharded model, or holds integers.
+      ValueError: a batch that does not divide, with every bad leaf.
+    """
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        indices, wrt = _argnums(argnums)
+        models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
+
+        def body(call: Call, params, state, batch):
+            def local_loss(chosen):
+                out, closed = call.run(function, {**params, **chosen}, state, batch)
+                loss, aux = out if has_aux else (out, None)
+                if jnp.shape(loss) != ():
+                    raise TypeError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
+                return loss, (aux, closed)
+
+            chosen = {i: params[i] for i in indices}
+            (loss, (aux, closed)), grads = jax.value_and_grad(local_loss, has_aux=True)(chosen)
+            return call.mean(loss), aux, closed, {i: call.mean_grads(i, grads[i]) for i in indices}
+
+        loss, aux, grads = Call(models, args, kwargs).spmd(body, indices)
+        grads = tuple(models[i].grads(grads[i]) for i in indices)
+        value = (loss, aux) if has_aux else loss
+        return value, (grads if isinstance(argnums, Sequence) else grads[0])
+
+    return wrapped
+
+
+def apply(function: Callable) -> Callable:
+    """Runs a function of a sharded model over a batch that is split over the devices: evaluation, sampling.
+
+    Args:
+      function: of the model and arrays, as for `value_and_grad`.
+
+    Returns:
+      A function of the same arguments. Of its outputs, arrays that differ between devices are concatenated
+      along dim 0, scalars averaged (integers and booleans as float32), and what is the same on all devices
+      (the result of a `lax.pmean`, say) is returned as it is.
+    """
+
+    @wraps(function)
+    def wrapped(*args, **kwargs):
+        models = _models(args, {}, allow_int=True)
+
+        def body(call: Call, params, state, batch):
+            out, closed = call.run(function, params, state, batch)
+            return None, out, closed, {}
+
+        _, out, _ = Call(models, args, kwargs).spmd(body, ())
+        return out
+
+    return wrapped
+
+
+def _argnums(argnums: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+    """Indices, and for each what to differentiate in it (`DiffState` of flax, or None)."""
+    several = argnums if isinstance(argnums, Sequence) else (argnums,)
+    indices = tuple(getattr(a, "argnum", a) for a in several)
+    return indices, tuple(getattr(a, "filter", None) for a in several)
+
+
+def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[int, Argument]:
+    for index in wrt:
+        if not 0 <= index < len(args):
+            raise TypeError(f"argnums={index}, but the function was called with {len(args)} positional arguments")
+    models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate(args)}
+    found = {i: model for i, model in models.items() if model is not None}
+    sharded = {i: model.unit for i, model in found.items() if model.unit is not None}
+    if missing := [i for i in wrt if i not in sharded] or ([0] if not sharded else []):
+        types = ", ".join(f"{i}: {type(args[i]).__name__}" for i in missing if i < len(args))
+        raise TypeError(f"these arguments are not sharded models: {types}; see `fully_shard` and `shard_tree`")
+    if len(places := {(unit.mesh, unit.axes) for unit in sharded.values()}) > 1:
+        raise ValueError(f"the models live on different meshes or axes: {places}")
+    if not allow_int:
+        names = [name for i in wrt for name in found[i].undifferentiable]
+        if names:
+            raise TypeError(
+                f"these leaves are integers and have no gradient: {', '.join(names)}; keep them out of the tree "
+                "that is differentiated, or pass allow_int=True and mask them from the optimizer"
+            )
+    return found

@@ -1,0 +1,325 @@
+"""What a compiled program does, read from its optimised HLO: collectives, data movement, memory.
+
+Counts are per device and per run of the program: an instruction in a loop counts as often as the loop runs, and
+of the branches of a conditional the most expensive one counts (for each count on its own). An asynchronous pair of
+start and done counts once.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "transpose", "pad", "reverse")
+_FREE = {"parameter", "constant", "bitcast", "reshape", "tuple", "get-tuple-element", "broadcast", "iota"}
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\([^=]*\) -> .*)?\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_ARRAY = re.compile(r"(pred|[a-z]+(\d+)\w*)\[([\d,<=]*)\](?:\{[^}]*\})?")
+_NAME = re.compile(r"%?([\w.\-]+)$")
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_GROUPS_LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
+_GROUPS_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_GROUPS_IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a program.
+
+    Attributes:
+      static: instructions in the text.
+      executed: how often they run.
+      nbytes: of the whole arrays, on all runs: a gather's result, otherwise the operand.
+      wire_nbytes: what a device sends, on all runs, with ring algorithms.
+    """
+
+    static: int
+    executed: int
+    nbytes: int
+    wire_nbytes: int
+
+
+@dataclass(frozen=True)
+class HloReport:
+    """What a compiled program does on each device.
+
+    Attributes:
+      collectives: by kind (an HLO opcode such as `all-gather`).
+      moved_nbytes: by opcode, bytes written by instructions that only move data, and by fusions of such (under the
+        opcode that writes the result). A dynamic-update-slice works in place and writes its update alone.
+      unknown_loops: loops whose trip count the compiler does not know; their bodies count once.
+      argument_nbytes, output_nbytes, alias_nbytes, temp_nbytes: memory per device. Outputs that reuse donated
+        arguments are in `alias_nbytes`. None when the report was made from text.
+    """
+
+    collectives: Mapping[str, Collective]
+    moved_nbytes: Mapping[str, int]
+    unknown_loops: int = 0
+    argument_nbytes: int | None = None
+    output_nbytes: int | None = None
+    alias_nbytes: int | None = None
+    temp_nbytes: int | None = None
+
+    @property
+    def num_executed(self) -> int:
+        """Collectives executed, of all kinds."""
+        return sum(c.executed for c in self.collectives.values())
+
+    @property
+    def wire_nbytes(self) -> int:
+        return sum(c.wire_nbytes for c in self.collectives.values())
+
+    @property
+    def total_moved_nbytes(self) -> int:
+        return sum(self.moved_nbytes.values())
+
+
+def hlo_report(compiled: Any) -> HloReport:
+    """Reads a compiled program.
+
+    Args:
+      compiled: what `jax.jit(f).lower(...).compile()` returns, for devices that are here or absent; or its text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> f = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x.T), x))
+      >>> report = hlo_report(f.lower(jnp.ones((64, 64))).compile())
+      >>> report.num_executed, report.argument_nbytes
+      (0, 16384)
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    memory = {}
+    if not isinstance(compiled, str) and (stats := compiled.memory_analysis()) is not None:
+        memory = {f"{kind}_nbytes": getattr(stats, f"{kind}_size_in_bytes") for kind in _MEMORY}
+    module = _parse(text)
+    executed, static = _count(module)
+    collectives = {
+        kind: Collective(n, executed["run", kind], executed["nbytes", kind], executed["wire", kind])
+        for kind in COLLECTIVES
+        if (n := static["run", kind])
+    }
+    moved = {op: n for op in MOVES if (n := executed["moved", op])}
+    return HloReport(collectives, moved, static["unknown", "while"], **memory)
+
+
+_MEMORY = ("argument", "output", "alias", "temp")
+
+
+@dataclass
+class _Instruction:
+    name: str
+    type: str
+    opcode: str
+    operands: list[str]
+    attributes: str
+    is_root: bool
+
+
+@dataclass
+class _Computation:
+    instructions: dict[str, _Instruction] = field(default_factory=dict)
+
+    @property
+    def root(self) -> _Instruction:
+        return next(i for i in self.instructions.values() if i.is_root)
+
+    def nbytes(self, name: str) -> int:
+        """Of an operand."""
+        return _nbytes(self.instructions[name].type)
+
+
+@dataclass
+class _Module:
+    computations: dict[str, _Computation]
+    entry: str
+
+
+def _parse(text: str) -> _Module:
+    computations: dict[str, _Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        line = re.sub(r"/\*.*?\*/", "", line)
+        if header := _HEADER.match(line):
+            current = computations[header[2]] = _Computation()
+            entry = header[2] if header[1] else entry
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.instructions[match[1]] = _instruction(match[1], match[2], line.lstrip().startswith("ROOT "))
+    if not entry:
+        raise ValueError("no entry computation: this is not the text of an HLO module")
+    return _Module(computations, entry)
+
+
+def _instruction(name: str, rest: str, is_root: bool) -> _Instruction:
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    start = rest.index("(")
+    stop = _closing(rest, start)
+    inner = rest[start + 1 : stop]
+    # an operand is a name, in some dumps after its type; a constant's or a parameter's "operand" is a literal
+    operands = [m[1] for part in _split(inner) if (m := _NAME.search(part))]
+    return _Instruction(name, kind, rest[:start], operands, rest[stop + 1 :], is_root)
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the bracket that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] in "({[") - (text[i] in ")}]")
+        if depth == 0:
+            return i
+    raise ValueError(f"unbalanced brackets in {text!r:.80}")
+
+
+def _split(text: str) -> Iterator[str]:
+    """Parts of a list, at the commas outside of brackets."""
+    depth = start = 0
+    for i, char in enumerate(text):
+        depth += (char in "({[") - (char in ")}]")
+        if char == "," and depth == 0:
+            yield text[start:i].strip()
+            start = i + 1
+    if text[start:].strip():
+        yield text[start:].strip()
+
+
+def _nbytes(kind: str) -> int:
+    """Bytes of a type, of all its elements for a tuple. Tokens and opaque values have none."""
+    total = 0
+    for _, bits, dims in _ARRAY.findall(kind):
+        numel = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        total += -(-numel * int(bits or 8) // 8)
+    return total
+
+
+def _elements(kind: str) -> list[str]:
+    """The types in a tuple type; the type itself for an array."""
+    return list(_split(kind[1:-1])) if kind.startswith("(") else [kind]
+
+
+def _count(module: _Module) -> tuple[Counter, Counter]:
+    """Counts by (what, kind): those of a run, and those of the text."""
+    static: Counter = Counter()
+
+    @cache
+    def total(name: str, fused: bool) -> Counter:
+        computation, counts = module.computations[name], Counter()
+        for instruction in computation.instructions.values():
+            own = _own(module, computation, instruction, fused)
+            for key in own:
+                static[key] += key[0] == "run"
+            counts += own
+            if instruction.opcode == "while" and not _TRIP_COUNT.search(instruction.attributes):
+                static["unknown", "while"] += 1
+            if own:  # a collective or a move has nothing more in it
+                continue
+            inside = fused or instruction.opcode == "fusion"
+            called = [total(c, inside) for c in _called(instruction) if c in module.computations]
+            if instruction.opcode == "conditional":
+                branches: Counter = Counter()
+                for branch in called:
+                    branches |= branch
+                called = [branches]
+            match = _TRIP_COUNT.search(instruction.attributes) if instruction.opcode == "while" else None
+            for body in called:
+                counts += _times(body, int(match[1]) if match else 1)
+            for condition in _CONDITION.findall(instruction.attributes):
+                counts += _times(total(condition, inside), int(match[1]) + 1 if match else 1)
+        return counts
+
+    return total(module.entry, False), static
+
+
+def _times(counts: Counter, factor: int) -> Counter:
+    return Counter({key: factor * n for key, n in counts.items()})
+
+
+def _called(instruction: _Instruction) -> list[str]:
+    """Computations that the instruction runs; without a loop's condition."""
+    found = _CALLED.findall(instruction.attributes)
+    for listed in _BRANCHES.findall(instruction.attributes):
+        found += [m[1] for part in _split(listed) if (m := _NAME.search(part))]
+    return found
+
+
+def _own(module: _Module, computation: _Computation, instruction: _Instruction, fused: bool) -> Counter:
+    """What an instruction does itself; empty for all but collectives and moves."""
+    opcode = instruction.opcode.removesuffix("-start")
+    if opcode in COLLECTIVES:
+        nbytes = sum(computation.nbytes(name) for name in instruction.operands)
+        size = _group_size(instruction.attributes)
+        if opcode == "all-gather":
+            kind = instruction.type
+            if instruction.opcode.endswith("-start"):  # of type (operands, results)
+                kind = _elements(kind)[1]
+            nbytes = _nbytes(kind)
+            size = size or round(nbytes / max(1, sum(computation.nbytes(n) for n in instruction.operands)))
+        share = (size - 1) / size if size and not opcode.startswith("collective") else 1.0
+        wire = round(nbytes * share * (2 if opcode == "all-reduce" else 1))
+        return Counter({("run", opcode): 1, ("nbytes", opcode): nbytes, ("wire", opcode): wire})
+    if not fused and (move := _move(module, computation, instruction)):
+        kind, nbytes = move
+        return Counter({("moved", kind): nbytes})
+    return Counter()
+
+
+def _group_size(attributes: str) -> int:
+    """Devices that take part in a collective, or 0 when the text does not say."""
+    if listed := _GROUPS_LISTED.search(attributes):
+        return len(listed[1].split(","))
+    if mesh := _GROUPS_MESH.search(attributes):  # sizes of axes, and which of them take part
+        sizes = dict(part.split("=") for part in mesh[1].split(","))
+        return math.prod(int(sizes.get(axis.strip(), 1)) for axis in mesh[2].split(","))
+    iota = _GROUPS_IOTA.search(attributes)
+    return int(iota[1]) if iota else 0
+
+
+def _move(module: _Module, computation: _Computation, instruction: _Instruction) -> tuple[str, int] | None:
+    """The opcode and the bytes written, if the instruction only moves data."""
+    if instruction.opcode == "copy-start":
+        # from one memory space to another is a prefetch, which the compiler hides; within one it is a copy
+        target, source = (re.findall(r"S\((\d+)\)", part) for part in _elements(instruction.type)[:2])
+        return ("copy", _nbytes(_elements(instruction.type)[0])) if target == source else None
+    if instruction.opcode in MOVES:
+        return instruction.opcode, _written(computation, instruction)
+    if instruction.opcode != "fusion":
+        return None
+    body = module.computations[_called(instruction)[0]]
+    opcodes = {i.opcode for i in body.instructions.values()}
+    if not opcodes <= _FREE.union(MOVES) or not opcodes & set(MOVES):
+        return None
+    results = [body.root]
+    if body.root.opcode == "tuple":
+        results = [body.instructions[name] for name in body.root.operands]
+    writers = [_writer(body, result) for result in results]
+    return writers[0].opcode, sum(_written(body, w, r) for w, r in zip(writers, results, strict=True))
+
+
+def _writer(body: _Computation, result: _Instruction) -> _Instruction:
+    """The move behind a fusion's result, which may be reshaped after it; any move when there are several ways."""
+    while result.opcode not in MOVES and result.opcode in ("bitcast", "reshape"):
+        result = body.instructions[result.operands[0]]
+    if result.opcode in MOVES:
+        return result
+    return next(i for i in reversed(body.instructions.values()) if i.opcode in MOVES)
+
+
+def _written(body: _Computation, writer: _Instruction, result: _Instruction | None = None) -> int:
+    if writer.opcode == "dynamic-update-slice":
+        return body.nbytes(writer.operands[1])
+    return _nbytes((result or writer).type)
