@@ -49,14 +49,11 @@ def tick_by_tick(schedule, costs):
     """
     started, ended, now, peak = {}, {}, 0, 0
     queues = {
-        computes: [i for i, op in enumerate(schedule.ops) if op.computes == computes]
-        for computes in (True, False)
+        computes: [i for i, op in enumerate(schedule.ops) if op.computes == computes] for computes in (True, False)
     }
     while len(ended) < len(schedule.ops):
         for i in started:
-            if i not in ended and now == started[i] + costs[schedule.ops[i].bucket].seconds(
-                schedule.ops[i].action
-            ):
+            if i not in ended and now == started[i] + costs[schedule.ops[i].bucket].seconds(schedule.ops[i].action):
                 ended[i] = now
         for queue in queues.values():
             if (
@@ -66,9 +63,7 @@ def tick_by_tick(schedule, costs):
             ):
                 head = queue[0]
                 busy = [
-                    i
-                    for i in started
-                    if i not in ended and schedule.ops[i].computes == schedule.ops[head].computes
+                    i for i in started if i not in ended and schedule.ops[i].computes == schedule.ops[head].computes
                 ]
                 if not busy:
                     started[queue.pop(0)] = now
@@ -82,8 +77,7 @@ def memory_in_use(schedule, costs, started, ended):
     for bucket, cost in enumerate(costs):
         mine = {i: op.action for i, op in enumerate(schedule.ops) if op.bucket == bucket}
         state = {
-            action: [i for i in mine if mine[i] == action]
-            for action in ("unshard", "forward", "backward", "reduce")
+            action: [i for i in mine if mine[i] == action] for action in ("unshard", "forward", "backward", "reduce")
         }
         (forward,), (backward,), (reduce,) = state["forward"], state["backward"], state["reduce"]
         uses = [[forward], [backward]] if len(state["unshard"]) == 2 else [[forward, backward]]
@@ -141,9 +135,7 @@ def test_without_prefetch_and_with_one_gradient_nothing_overlaps(case):
     report = simulate(step_schedule(n, distance=0, limit=1, num_kept=0), costs)
     assert report.seconds == report.compute_seconds + report.communication_seconds
     largest = [max(c.unshard_nbytes + c.workspace_nbytes, c.grad_nbytes) for c in costs]
-    assert report.peak_nbytes <= max(
-        (2 * x + c.grad_nbytes for x, c in zip(largest, costs, strict=True)), default=0
-    )
+    assert report.peak_nbytes <= max((2 * x + c.grad_nbytes for x, c in zip(largest, costs, strict=True)), default=0)
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.integers(1, 3), st.integers(0, 9))
@@ -151,9 +143,7 @@ def test_peak_is_resident_plus_buckets_in_flight(n, distance, more, resident):
     """With communication for nothing, forward holds the gathered buckets within the distance."""
     limit, num_kept = distance + more, min(n, least_kept(distance))
     costs = [BucketCost("b", 1, 2, 0, 0, 100, 0)] * n
-    peak = simulate(
-        step_schedule(n, distance=distance, limit=limit, num_kept=num_kept), costs, resident
-    ).peak_nbytes
+    peak = simulate(step_schedule(n, distance=distance, limit=limit, num_kept=num_kept), costs, resident).peak_nbytes
     in_flight = min(n, distance + 1)
     assert resident + 100 * in_flight <= peak <= resident + 100 * min(n, in_flight + num_kept)
 
@@ -163,8 +153,7 @@ def test_gathered_and_gradients_stay_within_the_limit(case):
     schedule, costs = case
     report = simulate(schedule, costs)
     spans = {
-        (op.action, op.bucket, i): span
-        for i, (op, span) in enumerate(zip(schedule.ops, report.spans, strict=True))
+        (op.action, op.bucket, i): span for i, (op, span) in enumerate(zip(schedule.ops, report.spans, strict=True))
     }
     kept = range(schedule.num_buckets - schedule.num_kept, schedule.num_buckets)
     starts = sorted({start for start, _ in report.spans})
@@ -217,9 +206,7 @@ def test_costs_of_a_layout():
     assert costs[1].backward == pytest.approx(3 * costs[1].forward)
     assert costs[1].unshard_nbytes == 8 * layout.bucket("mlp").shard_nbytes // 3
     assert costs[1].grad_nbytes > costs[1].unshard_nbytes
-    assert costs[1].unshard == pytest.approx(
-        h100.latency + costs[1].unshard_nbytes * 7 / 8 / h100.link_bandwidth
-    )
+    assert costs[1].unshard == pytest.approx(h100.latency + costs[1].unshard_nbytes * 7 / 8 / h100.link_bandwidth)
     assert bucket_costs(plan([Group("mlp", tensors)], 1).layout, h100, tokens=1)[0].unshard == 0
     with pytest.raises(ValueError, match=r"no such buckets: \['x'\]"):
         bucket_costs(layout, h100, tokens=1, active={"x": 0.5})

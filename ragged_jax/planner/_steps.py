@@ -125,9 +125,7 @@ def _ops(num_buckets: int, distance: int, limit: int, num_kept: int) -> list[Op]
             action, bucket = positions[position]
             if action == "forward" or bucket < num_buckets - num_kept:
                 before = position - distance - 1  # the positions after it may be running or waiting
-                gathered[bucket] = issue(
-                    "unshard", bucket, *computed[before : before + 1] if before >= 0 else ()
-                )
+                gathered[bucket] = issue("unshard", bucket, *computed[before : before + 1] if before >= 0 else ())
 
     for position in range(distance):
         gather(position)
