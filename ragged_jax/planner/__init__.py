@@ -23,3 +23,11 @@ from ._plan import Group as Group
 from ._plan import plan as plan
 from ._report import BucketReport as BucketReport
 from ._report import Plan as Plan
+from ._simulate import BucketCost as BucketCost
+from ._simulate import StepReport as StepReport
+from ._simulate import bucket_costs as bucket_costs
+from ._simulate import choose_step_schedule as choose_step_schedule
+from ._simulate import simulate as simulate
+from ._steps import Op as Op
+from ._steps import StepSchedule as StepSchedule
+from ._steps import step_schedule as step_schedule

@@ -262,15 +262,11 @@ def plan_steps(traffic: Traffic, num_shards: int, latency: float) -> list[Step]:
       >>> [(s.kind, s.numel) for s in plan_steps({(0, 1): 9, (1, 2): 9, (2, 0): 8}, 3, latency=1)]
       [('permute', 9)]
     """
-    return list(
-        _plan_steps(tuple((p, numel) for p, numel in sorted(traffic.items()) if numel), num_shards, latency)
-    )
+    return list(_plan_steps(tuple((p, numel) for p, numel in sorted(traffic.items()) if numel), num_shards, latency))
 
 
 @lru_cache(maxsize=64)  # the layers of a model look alike
-def _plan_steps(
-    items: tuple[tuple[tuple[int, int], int], ...], num_shards: int, latency: float
-) -> tuple[Step, ...]:
+def _plan_steps(items: tuple[tuple[tuple[int, int], int], ...], num_shards: int, latency: float) -> tuple[Step, ...]:
     if not items:
         return ()
     traffic = dict(items)
