@@ -24,4 +24,10 @@ from ._ragged_shard import RaggedShard as RaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement
 from ._slab import Slab as Slab
+from ._storage import Storage as Storage
+from ._storage import TileRegion as TileRegion
+from ._storage import can_be_tiled as can_be_tiled
+from ._storage import cuts as cuts
+from ._storage import stored_order as stored_order
+from ._storage import tile_regions as tile_regions
 from ._tensor import TensorSpec as TensorSpec

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ..layout import Bucket, Layout, Placement, Slab, TensorSpec, itemsize
+from ..layout import Block, Bucket, Layout, Placement, Slab, TensorSpec, itemsize
 from ._bound import capacity_bound
 from ._cost import slab_seconds
 from ._hardware import HardwareProfile, hardware
@@ -103,14 +103,17 @@ class _Planner:
     def __init__(self, num_shards: int, min_nbytes: int, align_nbytes: int, profile: HardwareProfile):
         self.num_shards, self.min_nbytes, self.align_nbytes = num_shards, min_nbytes, align_nbytes
         self.profile = profile
-        self._texts: dict[int, str] = {}  # of blocks, by their identity: many tensors share one
+        self._texts: dict[Block, str] = {}
         self._known: dict[tuple[tuple[_Kind, int], ...], tuple[list[tuple[str, Filled]], BucketReport]] = {}
 
     def bucket(self, group: Group) -> tuple[Bucket, BucketReport]:
         by_kind: dict[_Kind, list[TensorSpec]] = {}
+        texts: dict[int, str] = {}  # by identity, which spares hashing a block that many tensors share
         for tensor in sorted(group.tensors, key=attrgetter("name")):
             block = tensor.block
-            text = self._texts.get(id(block)) or self._texts.setdefault(id(block), repr(block))
+            text = texts.get(id(block))
+            if text is None:
+                text = texts[id(block)] = self._texts.get(block) or self._texts.setdefault(block, repr(block))
             by_kind.setdefault((tensor.dtype, tensor.shape, text), []).append(tensor)
         kinds = sorted(by_kind)
         signature = tuple([(kind, len(by_kind[kind])) for kind in kinds])
