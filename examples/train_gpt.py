@@ -30,7 +30,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from pictures import draw_losses
 from rich.console import Console
-from setting import make_mesh, mib, nbytes_per_device, on_mesh, progress_bar
+from setting import make_mesh, mib, nbytes_per_device, on_mesh, progress_bar, settle
 
 import ragged_jax as rj
 from ragged_jax.planner import draw
@@ -125,6 +125,7 @@ def main(config: Config) -> None:
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
     optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    settle(optimizer, mesh)
 
     memory = f"{mib(nbytes_per_device(nnx.state((model, optimizer))))} a device"
     console.print(plan.table())
