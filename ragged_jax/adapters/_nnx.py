@@ -74,7 +74,7 @@ def fully_shard(
     layout = make_layout([o.group(block) for o in owned], mesh.shape[axes[-1]], plan)
     _replicate_state(model, wrt, mesh)
     for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes, precision_for(own.name, precision))
+        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
         slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
         make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..fsdp import Unit, resharding
+from ..fsdp import Unit, resharding, unshard_unit
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
@@ -104,7 +104,7 @@ class ModuleUnit:
         """Inside `shard_map`, in place: an ordinary module of the original class with whole parameters."""
         shards = self.slabs(module)
         object.__setattr__(module, "__class__", original_class(module))
-        self.fill(module, self.unit.unshard(shards))
+        self.fill(module, unshard_unit(self.unit, shards))
 
     def fill(self, module: nnx.Module, tensors: dict[str, Any]) -> None:
         """In place: whole tensors where the shards and markers were."""

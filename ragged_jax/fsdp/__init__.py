@@ -25,5 +25,6 @@ from ._transform import value_and_grad as value_and_grad
 from ._tree import ShardedTree as ShardedTree
 from ._tree import shard_tree as shard_tree
 from ._unit import Unit as Unit
+from ._unshard import unshard_unit as unshard_unit
 from ._unsharded import unshard as unshard
 from ._unsharded import unsharded as unsharded

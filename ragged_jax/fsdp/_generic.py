@@ -66,7 +66,7 @@ def units_of(model: Any) -> list[Unit]:
 def get_layout(model: Any) -> Layout:
     """The layout that a sharded model follows."""
     units = units_of(model)
-    return Layout(units[0].num_shards, tuple(unit.bucket for unit in units))
+    return Layout(units[0].num_shards, tuple(unit.bucket for unit in units), units[0].shares)
 
 
 @singledispatch

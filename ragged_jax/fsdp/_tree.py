@@ -14,8 +14,7 @@ from ..planner import Group, Plan
 from . import _check as check
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
-from ._unit import Unit
-from ._unshard import Arrays
+from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
 
@@ -149,7 +148,7 @@ class _Part:
         return Group(self.name, tuple(specs), length)
 
     def build(self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule) -> ShardedTree:
-        unit = Unit(layout.bucket(self.name), mesh, axes, precision_for(self.name, precision))
+        unit = Unit(layout.bucket(self.name), mesh, axes, layout.shares, precision_for(self.name, precision))
         children = {name: child.build(layout, mesh, axes, precision) for name, child in self.children.items()}
         return ShardedTree(unit.shard(self.own), children, unit, self.treedef, self.names)
 

@@ -9,6 +9,7 @@ import jax
 from ._precision import FULL
 from ._remat import resharding
 from ._tree import ShardedTree
+from ._unshard import unshard_unit
 
 
 def unshard(tree: ShardedTree) -> Any:
@@ -16,7 +17,7 @@ def unshard(tree: ShardedTree) -> Any:
 
     Units below it stay sharded. What it returns is kept for the backward pass; see `unsharded`.
     """
-    return tree.rebuild(tree.unit.unshard(tree.slabs), tree.children)
+    return tree.rebuild(unshard_unit(tree.unit, tree.slabs), tree.children)
 
 
 def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable:
