@@ -20,7 +20,13 @@ def draw_losses(losses: Sequence[float], before: float, after: float, bigram: fl
     axes.plot(steps, _trailing_mean(losses, window), color="tab:blue", linewidth=2, label=f"mean of {window}")
     axes.plot([0, len(losses)], [before, after], "o", color="tab:red", clip_on=False, zorder=3, label="held out")
     axes.annotate(
-        f"{after:.2f}", (len(losses), after), (0, 9), textcoords="offset points", color="tab:red", ha="center"
+        f"{after:.2f}",
+        (len(losses), after),
+        (0, -9),
+        textcoords="offset points",
+        color="tab:red",
+        ha="center",
+        va="top",
     )
     axes.axhline(bigram, color="black", linestyle="--", linewidth=1)
     axes.annotate(f"bigram model, {bigram:.2f}", (0, bigram), (4, -4), textcoords="offset points", va="top")
