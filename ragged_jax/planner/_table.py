@@ -26,9 +26,10 @@ def plan_table(plan: Plan, with_bound: bool = True) -> Table:
         title=f"{layout.num_shards} shards, {len(layout.tensors)} tensors, layout {layout.fingerprint}",
         title_justify="left",
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("bucket", no_wrap=True, overflow="ellipsis")
-    headings = ["number", "sole", "packed", "unsharded", "per device", "padding", "bound"]
+    table.add_column("bucket", overflow="fold")  # the one that gives way on a narrow terminal
+    headings = ["number", "sole", "packed", "in all", "per device", "padding", "bound"]
     for heading in headings if with_bound else headings[:-1]:
         table.add_column(heading, justify="right", no_wrap=True)
     for bucket, count in _alike(plan.buckets):
