@@ -46,6 +46,7 @@ options = st.fixed_dictionaries(
         "min_slab_nbytes": st.sampled_from([0, 64, 1 << 16]),
         "align_nbytes": st.sampled_from([None, 1, 16]),
         "storage": st.sampled_from(["row_major", "tiled", "auto"]),
+        "axis_order": st.sampled_from(["natural", "auto"]),
     }
 )
 
@@ -63,7 +64,7 @@ def test_plans_are_sound(groups, num_shards, chosen):
     for slab in (slab for bucket in layout.buckets for slab in bucket.slabs):
         if slab.sole:
             assert slab.placements[0].offset == 0
-            assert slab.placements[0].tensor.shape[0] == slab.rows * num_shards
+            assert slab.placements[0].stored_shape[0] == slab.rows * num_shards
             assert slab.placements[0].tensor.nbytes >= chosen["min_slab_nbytes"]
         for placement in slab.placements:  # unpacking is a slice of rows and a reshape
             assert placement.offset % slab.width == 0
@@ -211,6 +212,7 @@ def test_on_tpu_rows_keep_their_width():
         ([], 2.0, {}, "num_shards must be"),
         ([], 2, {"align_nbytes": 0}, "align_nbytes must be"),
         ([], 2, {"merge": 0}, "merge must be 'auto' or a number of layers of at least 1, got 0"),
+        ([], 2, {"axis_order": "any"}, "axis_order must be natural or auto, got 'any'"),
         ([], 2, {"storage": "tile"}, "storage must be one of row_major, tiled, auto, got 'tile'"),
         ([], 2, {"shares": (1, 2, 3)}, "shares must be 2 integers of at least 1, got .1, 2, 3."),
         ([], 2, {"shares": (1, 0)}, "shares must be 2 integers"),
@@ -320,3 +322,19 @@ def test_advice_gives_figures():
     assert advise(llama(1), 8) == ()
     tiled = "\n".join(advise([Group("", (TensorSpec("w", (512, 512), block=tile(64, 64)),))], 64))
     assert "storage='tiled'" in tiled
+
+
+def test_another_dim_may_lie_in_front():
+    """Where elements may be cut anywhere, not where blocks are rows."""
+    groups = [
+        Group("a", (TensorSpec("kernel", (3, 5, 1024)),)),
+        Group("b", (TensorSpec("table", (3, 8192), block=rows(1)),)),
+    ]
+    natural, auto = (plan(groups, 8, axis_order=order, min_slab_nbytes=0) for order in ("natural", "auto"))
+    assert not any(slab.sole for bucket in natural.layout.buckets for slab in bucket.slabs)
+    (kernel,), (table,) = (bucket.slabs for bucket in auto.layout.check().buckets)
+    assert (kernel.rows, kernel.width, kernel.placements[0].axis_order) == (128, 15, (2, 0, 1))
+    assert not table.sole
+    assert Layout.from_json(auto.layout.to_json()) == auto.layout
+    with pytest.raises(ValueError, match="stored transposed"):
+        auto.layout.ragged_shard("kernel")

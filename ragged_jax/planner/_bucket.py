@@ -34,10 +34,17 @@ class BucketPlanner:
     """Plans groups one by one; equal ones, such as layers, once."""
 
     def __init__(
-        self, num_shards: int, min_nbytes: int, align_nbytes: int, profile: HardwareProfile, storage: Storage
+        self,
+        *,
+        num_shards: int,
+        min_nbytes: int,
+        align_nbytes: int,
+        profile: HardwareProfile,
+        storage: Storage,
+        transpose: bool,
     ):
         self.num_shards, self.min_nbytes, self.align_nbytes = num_shards, min_nbytes, align_nbytes
-        self.profile, self.storage = profile, storage
+        self.profile, self.storage, self.transpose = profile, storage, transpose
         self._texts: dict[Block, str] = {}
         self._known: dict[tuple[tuple[_Kind, int], ...], tuple[list[tuple[str, Filled]], BucketReport]] = {}
 
@@ -60,7 +67,9 @@ class BucketPlanner:
         tensors = [iter(by_kind[kind]) for kind in kinds]
         slabs, names = [], Counter()
         for dtype, filled in template:
-            if filled.tiled:
+            if filled.axis_order:
+                placements = (Placement(next(tensors[filled.placed[0][0]]), 0, axis_order=filled.axis_order),)
+            elif filled.tiled:
                 placements = tuple(
                     Placement(next(tensors[kind]), offset, "tiled" if kind in filled.tiled else "row_major")
                     for kind, offset in filled.placed
@@ -160,13 +169,22 @@ class BucketPlanner:
     def _own_slab(self, member: Member, tensor: TensorSpec) -> Filled:
         """A slab that the tensor fills without padding, in its natural shape where dim 0 divides."""
         shard_numel = tensor.numel // self.num_shards
-        sole = not member.tiled and bool(tensor.shape) and tensor.shape[0] % self.num_shards == 0
-        if sole:
-            width = tensor.numel // tensor.shape[0]
-        else:
-            width = math.gcd(member.fit, shard_numel) if member.row else 1
         tiled = frozenset([member.kind] if member.tiled else [])
-        return Filled(width, shard_numel, shard_numel, ((member.kind, 0),), tiled, sole)
+        placed = ((member.kind, 0),)
+        if not member.tiled and (order := self._axis_order(tensor)):
+            width = tensor.numel // tensor.shape[order[0]]
+            transposed = None if order[0] == 0 else order
+            return Filled(width, shard_numel, shard_numel, placed, tiled, True, transposed)
+        width = math.gcd(member.fit, shard_numel) if member.row else 1
+        return Filled(width, shard_numel, shard_numel, placed, tiled)
+
+    def _axis_order(self, tensor: TensorSpec) -> tuple[int, ...] | None:
+        """The dims with one in front that divides: the first, or another where that is asked for and elements
+        may be cut anywhere. None: there is none."""
+        dims = range(len(tensor.shape))
+        allowed = dims if self.transpose and tensor.granularity == 1 else dims[:1]
+        front = next((dim for dim in allowed if tensor.shape[dim] % self.num_shards == 0), None)
+        return None if front is None else (front, *(dim for dim in dims if dim != front))
 
 
 def _member(index: int, tensor: TensorSpec, copies: int, wide: bool) -> Member:

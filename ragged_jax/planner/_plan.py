@@ -19,6 +19,7 @@ def plan(
     *,
     profile: HardwareProfile | str = "h100",
     storage: Storage = "row_major",
+    axis_order: Literal["natural", "auto"] = "natural",
     merge: int | Literal["auto"] = 1,
     shares: Sequence[int] | None = None,
     min_slab_nbytes: int = 1 << 16,
@@ -39,6 +40,8 @@ def plan(
       storage: whether tensors with tile blocks are stored tile by tile, so that a tile, not the rows it spans,
         is what no device boundary may cut. `auto` does so where the cost model finds that padding costs more
         than un-tiling, and leaves tensors that divide in their natural shape.
+      axis_order: `auto` may store a tensor that can be cut anywhere with another dim in front, where that one
+        divides over the shards and the first does not.
       merge: how many like layers that follow one another share a bucket. `auto` doubles the number, up to 8,
         as long as that saves at least a hundredth of the model; the gathered bucket grows with it.
       shares: for devices of different memory, how many parts of the model each holds, e.g. `(2, 2, 1, 1)`.
@@ -69,12 +72,19 @@ def plan(
         raise ValueError(f"align_nbytes must be an integer of at least 1, got {align_nbytes!r}")
     if storage not in get_args(Storage):
         raise ValueError(f"storage must be one of {', '.join(get_args(Storage))}, got {storage!r}")
+    if axis_order not in ("natural", "auto"):
+        raise ValueError(f"axis_order must be natural or auto, got {axis_order!r}")
     if merge != "auto" and (type(merge) is not int or merge < 1):
         raise ValueError(f"merge must be 'auto' or a number of layers of at least 1, got {merge!r}")
     shares = _canonical(shares, num_shards)
     _check_names(groups)
     planner = BucketPlanner(
-        sum(shares) if shares else num_shards, min_slab_nbytes, align_nbytes, profile, storage
+        num_shards=sum(shares) if shares else num_shards,
+        min_nbytes=min_slab_nbytes,
+        align_nbytes=align_nbytes,
+        profile=profile,
+        storage=storage,
+        transpose=axis_order == "auto",
     )
     made = _plan(planner, merge_layers(groups, 1 if merge == "auto" else merge), num_shards, shares)
     for num_layers in _MERGES if merge == "auto" else ():

@@ -58,6 +58,7 @@ class Filled(NamedTuple):
       placed: `(index of a kind, offset in elements)` by rising offset.
       tiled: the kinds that are stored tile by tile.
       sole: the tensor keeps its shape.
+      axis_order: or has its dims in this order.
     """
 
     width: int
@@ -66,6 +67,7 @@ class Filled(NamedTuple):
     placed: tuple[tuple[int, int], ...]
     tiled: frozenset[int] = frozenset()
     sole: bool = False
+    axis_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
