@@ -80,7 +80,7 @@ def cell(groups: Sequence[Group], block: str, num_shards: int) -> dict[str, floa
     """Elements on each device under every rule that respects the block."""
     gc.collect()
     start = time.perf_counter()
-    made = plan(groups, num_shards)
+    made = plan(groups, num_shards, storage="tiled" if " x " in block else "row_major")
     seconds = time.perf_counter() - start
     payload = sum(bucket.payload_nbytes for bucket in made.buckets)
     result: dict[str, float | int | bool | None] = {

@@ -120,10 +120,12 @@ class Layout:
         """The tensor's placement in the exchange form (dims, local units).
 
         Raises:
-          ValueError: the tensor is stored tile by tile, which that form cannot say.
+          ValueError: the tensor is stored tile by tile or transposed, which that form cannot say.
         """
-        if self.locate(name).placement.storage != "row_major":
-            raise ValueError(f"{name} is stored tile by tile; RaggedShard speaks of row-major tensors only")
+        placement = self.locate(name).placement
+        if placement.storage != "row_major" or placement.axis_order:
+            how = "transposed" if placement.axis_order else "tile by tile"
+            raise ValueError(f"{name} is stored {how}; RaggedShard speaks of row-major tensors only")
         numels = [stop - start for start, stop in self.ranges(name)]
         return RaggedShard.from_numels(self.locate(name).placement.tensor.shape, numels)
 
@@ -209,7 +211,7 @@ class Layout:
             yield f"rows {slab.rows} must be at least 0 and width {slab.width} at least 1"
             return
         if slab.sole:
-            shapes = [p.tensor.shape for p in slab.placements]
+            shapes = [p.stored_shape for p in slab.placements if not _bad_axis_order(p)]
             length = slab.rows * self.num_parts
             if len(shapes) != 1 or not shapes[0] or shapes[0][0] != length:
                 yield f"a sole slab holds one tensor of {length} rows, got {shapes}"
@@ -225,6 +227,8 @@ class Layout:
             end = max(end, offset + tensor.numel)
             if placement.storage == "tiled" and not can_be_tiled(tensor):
                 yield f"{tensor.name} is tiled, but {tensor.block!r} of a shape {tensor.shape} has no tiles"
+            elif fault := _bad_axis_order(placement):
+                yield fault
             elif cut := self._first_bad_cut(placement, slab.shard_numel):
                 yield f"{tensor.name} is cut inside a block of {tensor.block!r}, at element {cut}"
         if end > size:
@@ -260,3 +264,15 @@ class Layout:
             f"Layout({len(self.tensors)} tensors in {len(self.buckets)} buckets over {self.num_shards} shards, "
             f"{self.shard_nbytes} bytes each, padding {100 * self.padding_fraction:.2f} %)"
         )
+
+
+def _bad_axis_order(placement: Placement) -> str:
+    """What is wrong with a placement's axis order, or nothing."""
+    tensor, order = placement.tensor, placement.axis_order
+    if order is None:
+        return ""
+    if sorted(order) != list(range(len(tensor.shape))):
+        return f"{tensor.name}: axis_order {order} is no order of the {len(tensor.shape)} dims"
+    if placement.storage != "row_major" or (tensor.granularity != 1 and tensor.block.kind != "whole"):
+        return f"{tensor.name}: blocks of {tensor.block!r} do not lie together when the tensor is transposed"
+    return ""

@@ -16,6 +16,7 @@ class Placement:
       tensor: the tensor.
       offset: where its elements start in the global slab, in elements.
       storage: in which order they lie: `row_major`, or `tiled`, tile after tile.
+      axis_order: for a tensor that is stored transposed, its dims in the order in which they are stored.
     """
 
     __pydantic_config__ = STRICT
@@ -23,6 +24,13 @@ class Placement:
     tensor: TensorSpec
     offset: int
     storage: Storage = "row_major"
+    axis_order: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The tensor's shape as stored."""
+        shape = self.tensor.shape
+        return shape if self.axis_order is None else tuple(shape[dim] for dim in self.axis_order)
 
     @property
     def stop(self) -> int:
