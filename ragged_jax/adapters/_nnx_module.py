@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from ..fsdp import Unit, resharding
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
 SLABS = "packed_slabs"  # the attribute of a unit that holds its packed slabs
-_INFO = "fully_sharded"
+_INFO = "fully_sharded"  # the attribute of a unit that holds what it knows of itself
 
 
 class PackedTensor(nnx.Variable):
@@ -61,16 +62,16 @@ class ModuleUnit:
 
     def put(self, module: nnx.Module, slabs: dict[str, jax.Array]) -> None:
         """Replaces the module's parameters by their shards, in place."""
-        paths, sharding = dict(self.paths), self.unit.sharding()
+        paths = dict(self.paths)
         packed = {}
         for slab in self.unit.bucket.slabs:
             if slab.sole:
                 variable = get_path(module, paths[slab.name][0])
                 variable.set_raw_value(slabs[slab.name])
-                variable.set_metadata(out_sharding=sharding)
+                variable.set_metadata(**self._metadata(slab))
                 continue
             packed[slab.name] = self.wrt(slabs[slab.name])
-            packed[slab.name].set_metadata(out_sharding=sharding)  # the optimizer state takes it from here
+            packed[slab.name].set_metadata(**self._metadata(slab))
             for placement in slab.placements:
                 name = placement.tensor.name
                 marker = _marker(get_path(module, paths[name][0]), placement.tensor, slab)
@@ -79,17 +80,27 @@ class ModuleUnit:
         if packed:
             setattr(module, SLABS, nnx.Dict(packed))
 
+    def _metadata(self, slab: Slab) -> dict[str, Any]:
+        """Of a slab's variable. Flax gives an optimizer's state the same, which is how it is born sharded."""
+        return {"out_sharding": self.unit.spec(slab), "mesh": self.unit.mesh, _INFO: True}
+
+    def put_slabs(self, module: nnx.Module, slabs: dict[str, jax.Array]) -> None:
+        """Gives a unit other arrays of the same layout, in place."""
+        for name, variable in self._variables(module).items():
+            variable.set_raw_value(slabs[name])
+
     def slabs(self, module: nnx.Module) -> dict[str, Any]:
-        """The arrays of the module's slabs, by name."""
+        """The arrays of a unit's slabs, by name."""
+        return {name: variable.get_raw_value() for name, variable in self._variables(module).items()}
+
+    def _variables(self, module: nnx.Module) -> dict[str, nnx.Variable]:
         paths = dict(self.paths)
         return {
-            slab.name: (
-                get_path(module, paths[slab.name][0]) if slab.sole else getattr(module, SLABS)[slab.name]
-            ).get_raw_value()
+            slab.name: get_path(module, paths[slab.name][0]) if slab.sole else getattr(module, SLABS)[slab.name]
             for slab in self.unit.bucket.slabs
         }
 
-    def open(self, module: nnx.Module) -> None:
+    def open(self, module: Any) -> None:
         """Inside `shard_map`, in place: an ordinary module of the original class with whole parameters."""
         shards = self.slabs(module)
         object.__setattr__(module, "__class__", original_class(module))
@@ -126,7 +137,7 @@ class _Metadata:
 
 def _marker(variable: nnx.Variable, tensor: Any, slab: Slab) -> PackedTensor:
     metadata = variable.get_metadata()
-    original = {k: v for k, v in metadata.items() if k not in ("eager_sharding", "out_sharding")}
+    original = {k: v for k, v in metadata.items() if k not in ("eager_sharding", "out_sharding", "mesh")}
     return PackedTensor(
         None,
         tensor=tensor.name,
@@ -138,9 +149,15 @@ def _marker(variable: nnx.Variable, tensor: Any, slab: Slab) -> PackedTensor:
     )
 
 
+def spec_of(variable: Any) -> PartitionSpec:
+    """How a variable of a sharded model is laid out over the manual axes: as a slab, or whole."""
+    metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
+    return metadata["out_sharding"] if metadata.get(_INFO) else PartitionSpec()
+
+
 def info_of(module: Any) -> ModuleUnit | None:
     """What a unit knows of itself, or None for any other module."""
-    return getattr(module, _INFO, None)
+    return vars(module).get(_INFO)  # not getattr: nnx.Rngs has a stream for every name
 
 
 def make_unit(module: nnx.Module, info: ModuleUnit, slabs: dict[str, jax.Array]) -> None:
@@ -162,7 +179,7 @@ def sharded_class(cls: type) -> type:
     for name in dir(cls):
         method = inspect.getattr_static(cls, name)
         public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
-        if public and inspect.isfunction(method):
+        if public and callable(method) and not isinstance(method, type | staticmethod | classmethod):
             methods[name] = _gathering(method, name)
     return type(f"FullySharded{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
 
@@ -177,11 +194,13 @@ def _gathering(method: Callable, name: str) -> Callable:
                 "`value_and_grad` and `apply`; write `apply(lambda model, x: ...)(model, x)`"
             )
         graphdef, params, state = nnx.split((self, args, kwargs), info.wrt, ...)
+        precision = info.unit.precision
 
         def run(params, state):
             unit, args, kwargs = nnx.merge(graphdef, params, state, copy=True)
             info.open(unit)
-            out = getattr(unit, name)(*args, **kwargs)
+            args, kwargs = precision.inputs((args, kwargs))
+            out = precision.outputs(getattr(unit, name)(*args, **kwargs))
             return out, nnx.state((unit, args, kwargs), changing(info))
 
         if info.reshard:

@@ -9,6 +9,7 @@ import jax
 
 from ._tree import ShardedTree
 from ._unit import Unit
+from ._unsharded import unshard
 
 
 @dataclass(frozen=True)
@@ -20,8 +21,8 @@ class Argument:
       params: pytree of arrays to differentiate.
       state: pytree of arrays to carry along: buffers, counters, parameters that are not differentiated.
       specs: partition specs of `params` and of `state`.
-      open: inside `shard_map`, from the local params and state, the model that the user's function gets. It
-        gathers the root bucket.
+      open: inside `shard_map`, from the local params, state and the data axes, the model that the user's
+        function gets. It gathers the root bucket.
       close: the state that the user's function left behind, as a pytree of local arrays.
       commit: outside again, what to do with that state. The same on all devices by then.
       grads: from the gradient of `params`, what the user gets.
@@ -32,7 +33,7 @@ class Argument:
     params: Any
     state: Any
     specs: tuple[Any, Any]
-    open: Callable[[Any, Any], Any]
+    open: Callable[[Any, Any, tuple[str, ...]], Any]
     close: Callable[[Any], Any] = lambda model: ()
     commit: Callable[[Any], None] = lambda state: None
     grads: Callable[[Any], Any] = lambda grads: grads
@@ -52,8 +53,6 @@ def as_argument(model: Any, wrt: Any = None) -> Argument | None:
 
 @as_argument.register
 def _(model: ShardedTree, wrt: Any = None) -> Argument:
-    from ._generic import unshard
-
     leaves, treedef = jax.tree.flatten(model)
     smooth = [jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) for x in leaves]
     specs = jax.tree.leaves(model_specs(model))
@@ -70,7 +69,7 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
         params=pick(leaves, True),
         state=pick(leaves, False),
         specs=(pick(specs, True), pick(specs, False)),
-        open=lambda params, state: unshard(join(params, state)),
+        open=lambda params, state, axes: unshard(join(params, state)),
         grads=lambda grads: join(grads, [jax.numpy.zeros_like(x) for x in pick(leaves, False)]),
         undifferentiable=tuple(_integers(model)),
     )
@@ -78,7 +77,7 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
 
 def model_specs(tree: ShardedTree) -> ShardedTree:
     """A tree of the same structure with each array's partition spec."""
-    slabs = {name: tree.unit.spec() for name in tree.slabs}
+    slabs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
     return tree.replace(slabs, {name: model_specs(child) for name, child in tree.children.items()})  # type: ignore
 
 

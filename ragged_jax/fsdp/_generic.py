@@ -1,14 +1,11 @@
 """Functions on any sharded model; an adapter registers its own kind of model with them."""
 
-from functools import singledispatch, wraps
+from functools import singledispatch
 from typing import Any
-
-import jax
 
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
-from ._remat import resharding
 from ._tree import ShardedTree, tree_groups
 from ._unit import Unit
 
@@ -94,6 +91,7 @@ def plan(
       block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
 
     Example:
+      >>> import jax
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
@@ -116,47 +114,3 @@ def _(like: ShardedTree, tree: Any) -> ShardedTree:
 @units_of.register
 def _(model: ShardedTree) -> list[Unit]:
     return [model.unit, *(unit for child in model.children.values() for unit in units_of(child))]
-
-
-def unshard(tree: ShardedTree) -> Any:
-    """Inside the function given to `value_and_grad` or `apply`: the subtree with its tensors whole.
-
-    Units below it stay sharded. What it returns is kept for the backward pass; see `unsharded`.
-    """
-    return tree.rebuild(tree.unit.unshard(tree.slabs), tree.children)
-
-
-def unsharded(function, *, policy=None):
-    """`function`, with sharded subtrees among its arguments gathered on entry and dropped on exit.
-
-    The backward pass gathers them again. `lax.scan` over a stacked subtree gives the body one layer at a time.
-
-    Args:
-      function: of arrays and pytrees, some of them sharded subtrees.
-      policy: a `jax.checkpoint` policy, for what to keep; by default everything but gathered weights and what
-        cheap arithmetic makes again.
-
-    Example:
-      >>> def layer(w, x):
-      ...     return jax.nn.relu(x @ w["kernel"])
-      >>> def model(params, x):
-      ...     for w in params["layers"]:
-      ...         x = unsharded(layer)(w, x)
-      ...     return x
-    """
-
-    @wraps(function)
-    def wrapped(*args):
-        units = [x for x in jax.tree.leaves(args, is_leaf=_is_sharded) if _is_sharded(x)]
-
-        def run(*args):
-            opened = jax.tree.map(lambda x: unshard(x) if _is_sharded(x) else x, args, is_leaf=_is_sharded)
-            return function(*opened)
-
-        return resharding(run, policy, scanned=any(x.unit.stacked for x in units))(*args)
-
-    return wrapped
-
-
-def _is_sharded(x: Any) -> bool:
-    return isinstance(x, ShardedTree)

@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _check as check
 from ._argument import Argument
+from ._joined import Joined, paths, vary
 from ._unit import pin
 
 
@@ -28,20 +28,6 @@ class replicated:
     @classmethod
     def tree_unflatten(cls, _, values):
         return cls(*values)
-
-
-def varying(x: Any) -> frozenset[str]:
-    """The manual mesh axes over which a traced value may differ."""
-    kind = jax.typeof(x)
-    if hasattr(kind, "vma"):  # the name of other jax releases
-        return kind.vma
-    return kind.manual_axis_type.varying
-
-
-def vary(x: Any, axes: Sequence[str]) -> Any:
-    """`x`, typed as one that may differ over all of `axes`."""
-    missing = tuple(a for a in axes if a not in varying(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 class Call:
@@ -69,7 +55,7 @@ class Call:
         dynamic = iter(batch)
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
         args, kwargs = jax.tree.unflatten(self._treedef, leaves)
-        opened = {i: model.open(params[i], state[i]) for i, model in self.models.items()}
+        opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
         out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
@@ -109,16 +95,16 @@ class Call:
         Returns:
           The loss, the output with its leaves joined (see `apply`), and the gradients by model.
         """
-        joined = _Joined(self.axes)
+        state = {i: m.state for i, m in self.models.items()}
+        output, left = Joined(self.axes), Joined(self.axes, known=paths(state))
 
         def local(params, state, batch):
             loss, out, closed, grads = body(self, params, state, batch)
-            return loss, joined.split(out), {i: self._settle(i, s) for i, s in closed.items()}, grads
+            return loss, output.split(out), left.split(closed), grads
 
-        whole, sharded = PartitionSpec(), PartitionSpec(self.axes)
         inputs = (
             {i: m.params for i, m in self.models.items()},
-            {i: m.state for i, m in self.models.items()},
+            state,
             [leaf for leaf, spec in self._pairs() if spec is not None],
         )
         in_specs = (
@@ -126,12 +112,8 @@ class Call:
             {i: m.specs[1] for i, m in self.models.items()},
             [spec for spec in self._specs if spec is not None],
         )
-        out_specs = (
-            whole,
-            {"whole": whole, "split": sharded},
-            whole,
-            {i: self.models[i].specs[0] for i in indices},
-        )
+        joined = {"whole": PartitionSpec(), "split": PartitionSpec(self.axes)}
+        out_specs = (PartitionSpec(), joined, joined, {i: self.models[i].specs[0] for i in indices})
         run = jax.shard_map(
             local,
             mesh=self.mesh,
@@ -141,9 +123,9 @@ class Call:
             check_vma=True,
         )
         loss, out, closed, grads = self._enter(run, inputs, in_specs)
-        for i, model in self.models.items():
-            model.commit(closed[i])
-        return loss, joined.join(out), grads
+        for i, model_state in left.join(closed).items():
+            self.models[i].commit(model_state)
+        return loss, output.join(out), grads
 
     def _enter(self, run: Callable, inputs: Any, in_specs: Any) -> Any:
         """Calls `run` with its inputs where it wants them, under jit in any case."""
@@ -156,50 +138,6 @@ class Call:
         if AxisType.Explicit in self.mesh.axis_types:
             leaves = [pin(x, s) for x, s in zip(leaves, shardings, strict=True)]
         return run(*jax.tree.unflatten(treedef, leaves))
-
-    def _settle(self, index: int, state: Any) -> Any:
-        """State as all devices may keep it: what differs is averaged, if it can be."""
-        flat, treedef = tree_flatten_with_path(state)
-        bad = [keystr(path) for path, x in flat if varying(x) and not jnp.issubdtype(x.dtype, jnp.inexact)]
-        if bad:
-            raise TypeError(
-                f"argument {index}: after the call these state leaves differ between devices and, not being "
-                f"floats, have no mean: {', '.join(bad)}. Reduce them over {self.axes} inside the function."
-            )
-        return jax.tree.unflatten(treedef, [self.mean(x) if varying(x) else x for _, x in flat])
-
-
-class _Joined:
-    """Sorts the leaves of an output, inside, by how they are joined, and puts them back together outside."""
-
-    def __init__(self, axes: tuple[str, ...]):
-        self.axes = axes
-        self.plan: list[tuple[str, Any]] = []
-        self.treedef: Any = None
-
-    def split(self, out: Any) -> dict[str, list]:
-        leaves, self.treedef = jax.tree.flatten(out)
-        parts: dict[str, list] = {"whole": [], "split": []}
-        self.plan = []
-        for leaf in leaves:
-            if not isinstance(leaf, jax.Array):
-                self.plan.append(("constant", leaf))
-            elif not varying(leaf):
-                self.plan.append(("whole", None))
-                parts["whole"].append(leaf)
-            elif leaf.ndim:
-                self.plan.append(("split", None))
-                parts["split"].append(vary(leaf, self.axes))
-            else:
-                self.plan.append(("whole", None))
-                number = leaf if jnp.issubdtype(leaf.dtype, jnp.inexact) else leaf.astype(jnp.float32)
-                parts["whole"].append(lax.pmean(vary(number, self.axes), self.axes))
-        return parts
-
-    def join(self, parts: dict[str, list]) -> Any:
-        queues = {kind: iter(values) for kind, values in parts.items()}
-        leaves = [leaf if kind == "constant" else next(queues[kind]) for kind, leaf in self.plan]
-        return jax.tree.unflatten(self.treedef, leaves)
 
 
 def fold_in_device(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -10,7 +10,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..layout import Bucket, Slab
-from ._check import is_traced
+from ._check import canonical_dtype, is_traced
+from ._precision import FULL, MixedPrecision
 from ._unshard import Arrays, pack, slab_shape, unshard
 
 
@@ -22,11 +23,13 @@ class Unit:
       bucket: its layout.
       mesh: the devices.
       axes: the mesh axes that split the batch; the slabs are sharded over the last, replicated over the rest.
+      precision: the dtypes of its collectives and of what it computes.
     """
 
     bucket: Bucket
     mesh: Mesh
     axes: tuple[str, ...]
+    precision: MixedPrecision = FULL
 
     @property
     def axis(self) -> str:
@@ -40,12 +43,13 @@ class Unit:
     def stacked(self) -> bool:
         return self.bucket.stack is not None
 
-    def spec(self) -> PartitionSpec:
-        """The partition spec of every slab."""
-        return PartitionSpec(None, self.axis) if self.stacked else PartitionSpec(self.axis)
+    def spec(self, slab: Slab) -> PartitionSpec:
+        """The partition spec of a slab's array, with an entry for each dim, as XLA gives it back."""
+        rest = [None] * (len(slab_shape(slab, 1)) - 1)
+        return PartitionSpec(*[None] * self.stacked, self.axis, *rest)
 
-    def sharding(self) -> NamedSharding:
-        return NamedSharding(self.mesh, self.spec())
+    def sharding(self, slab: Slab) -> NamedSharding:
+        return NamedSharding(self.mesh, self.spec(slab))
 
     def shape(self, slab: Slab) -> tuple[int, ...]:
         """Global shape of the slab's array."""
@@ -70,7 +74,7 @@ class Unit:
                 + "\n".join(wrong)
                 + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
             )
-        return unshard(self.bucket, shards, self.axis, self.axes)
+        return unshard(self.bucket, shards, self.axis, self.axes, self.precision)
 
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
@@ -79,7 +83,7 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         if any(is_traced(x) for x in tensors.values()):
-            return {slab.name: pin(self._packed(slab, tensors), self.sharding()) for slab in self.bucket.slabs}
+            return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
 
     def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
@@ -91,7 +95,7 @@ class Unit:
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         whole = {p.tensor.name: _on_host(tensors[p.tensor.name]) for p in slab.placements}
-        dtype = next(iter(whole.values())).dtype
+        dtype = canonical_dtype(next(iter(whole.values())))
         copies = self.bucket.num_copies
         flat = {name: x.reshape(copies, -1) for name, x in whole.items()}
 
@@ -108,7 +112,7 @@ class Unit:
             shape = slab_shape(slab, 1)
             return buffer.reshape((copies, stop - start, *shape[1:]) if self.stacked else (stop - start, *shape[1:]))
 
-        return jax.make_array_from_callback(self.shape(slab), self.sharding(), part, dtype=dtype)
+        return jax.make_array_from_callback(self.shape(slab), self.sharding(slab), part, dtype=dtype)
 
     def full(self, slabs: Mapping[str, Any]) -> dict[str, Any]:
         """The whole tensors from the slabs' arrays: numpy arrays, or traced ones under a trace.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..layout import Bucket, Slab
+from ._precision import FULL, MixedPrecision
 
 Arrays = dict[str, jax.Array]
 
@@ -22,7 +23,9 @@ def slab_shape(slab: Slab, num_shards: int) -> tuple[int, ...]:
     return (slab.rows * num_shards,) if slab.width == 1 else (slab.rows * num_shards, slab.width)
 
 
-def unshard(bucket: Bucket, shards: Arrays, axis: str, data_axes: tuple[str, ...]) -> Arrays:
+def unshard(
+    bucket: Bucket, shards: Arrays, axis: str, data_axes: tuple[str, ...], precision: MixedPrecision = FULL
+) -> Arrays:
     """All-gathers a bucket. To be called inside `shard_map` with `axis` manual.
 
     Its gradient is the mean over the data axes of the devices' gradients, born sharded.
@@ -32,6 +35,7 @@ def unshard(bucket: Bucket, shards: Arrays, axis: str, data_axes: tuple[str, ...
       shards: by slab name, this device's part.
       axis: the mesh axis that the slabs are sharded over.
       data_axes: every mesh axis over which the batch is split.
+      precision: the dtypes of the two collectives.
 
     Returns:
       By tensor name, the whole tensors.
@@ -41,34 +45,36 @@ def unshard(bucket: Bucket, shards: Arrays, axis: str, data_axes: tuple[str, ...
         shards = {name: lax.pcast(x, replicas, to="varying") for name, x in shards.items()}
     smooth = {name: x for name, x in shards.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     with jax.named_scope(f"unshard:{bucket.name or 'root'}"):
-        tensors: Arrays = dict(_gather(bucket, axis, data_axes, smooth))  # type: ignore[arg-type]
+        tensors: Arrays = dict(_gather(bucket, axis, data_axes, precision, smooth))  # type: ignore[arg-type]
         for slab in bucket.slabs:
             if slab.name not in smooth:
                 tensors |= _views(slab, lax.all_gather(shards[slab.name], axis, tiled=True))
     return tensors
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(bucket: Bucket, axis: str, data_axes: tuple[str, ...], shards: Arrays) -> Arrays:
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(
+    bucket: Bucket, axis: str, data_axes: tuple[str, ...], precision: MixedPrecision, shards: Arrays
+) -> Arrays:
     tensors: Arrays = {}
     for slab in bucket.slabs:
         if slab.name in shards:
-            tensors |= _views(slab, lax.all_gather(shards[slab.name], axis, tiled=True))
+            tensors |= _views(slab, lax.all_gather(precision.gathered(shards[slab.name]), axis, tiled=True))
     return tensors
 
 
-def _gather_fwd(bucket, axis, data_axes, shards):
-    return _gather(bucket, axis, data_axes, shards), None
+def _gather_fwd(bucket, axis, data_axes, precision, shards):
+    return _gather(bucket, axis, data_axes, precision, shards), None
 
 
-def _gather_bwd(bucket, axis, data_axes, _, grads):
+def _gather_bwd(bucket, axis, data_axes, precision, _, grads):
     with jax.named_scope(f"reduce:{bucket.name or 'root'}"):
         num_shards, scale = lax.axis_size(axis), 1 / lax.axis_size(data_axes)
         shards = {}
         for slab in bucket.slabs:
             if slab.placements[0].tensor.name in grads:
-                packed = pack(slab, grads, num_shards)
-                shard = lax.psum_scatter(packed, axis, tiled=True)
+                packed = precision.reduced(pack(slab, grads, num_shards))
+                shard = lax.psum_scatter(packed, axis, tiled=True).astype(slab.dtype)
                 shards[slab.name] = shard * jnp.asarray(scale, shard.dtype)
     return (shards,)
 
@@ -92,9 +98,10 @@ def pack(slab: Slab, tensors: Arrays, num_shards: int) -> jax.Array:
         return tensors[slab.placements[0].tensor.name]
     pieces, end = [], 0
     shape = slab_shape(slab, num_shards)
+    dtype = next((tensors[p.tensor.name].dtype for p in slab.placements), slab.dtype)
 
     def padding(numel):
-        return jnp.zeros((numel // slab.width, *shape[1:]), slab.dtype)
+        return jnp.zeros((numel // slab.width, *shape[1:]), dtype)
 
     for placement in slab.placements:
         if placement.tensor.numel:

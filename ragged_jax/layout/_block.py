@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ._errors import STRICT
+
 Kind = Literal["elements", "rows", "tile", "whole"]
 _NUM_SIZES = {"elements": 1, "rows": 1, "tile": 2, "whole": 0}
 
@@ -23,6 +25,8 @@ class Block:
       dim: for `rows`, the tensor dim that the rows run along. The dims before it are stacks (of experts, of
         heads); a block never reaches over two members of a stack.
     """
+
+    __pydantic_config__ = STRICT
 
     kind: Kind
     size: tuple[int, ...] = ()

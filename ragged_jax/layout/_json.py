@@ -1,51 +1,43 @@
 """Layout files: versioned JSON, read as untrusted input.
 
 pydantic checks types, ranges and unknown fields straight off the dataclasses and reports every fault with its
-path; `Layout.faults` then checks what only the whole can show (overlaps, cut blocks, names that repeat).
+path. It is imported when a file is read or written, so that planning does not wait for it.
 """
 
 import json
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any, TypeVar
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from ._errors import LayoutError
 
-if TYPE_CHECKING:
-    from ._layout import Layout
+T = TypeVar("T")
 
 FORMAT = "ragged-layout"
 VERSION = 1
 
 
-class LayoutError(ValueError):
-    """A layout, or a file that should hold one, is not sound. The message lists every fault by its path."""
+@cache
+def _adapter(cls: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cls)
 
 
-def _adapter() -> TypeAdapter:
-    from ._block import Block
-    from ._layout import Layout
-    from ._slab import Bucket, Placement, Slab
-    from ._tensor import TensorSpec
-
-    for value in (Block, TensorSpec, Placement, Slab, Bucket, Layout):
-        with_config(ConfigDict(extra="forbid", strict=True))(value)
-    return TypeAdapter(Layout)
-
-
-_cached: list[TypeAdapter] = []
-
-
-def _schema() -> TypeAdapter:
-    if not _cached:
-        _cached.append(_adapter())
-    return _cached[0]
-
-
-def dump(layout: "Layout", indent: int | None) -> str:
-    document = {"format": FORMAT, "version": VERSION, **_schema().dump_python(layout, mode="json")}
+def dump(layout: Any, indent: int | None) -> str:
+    """A layout as a document."""
+    values = _adapter(type(layout)).dump_python(layout, mode="json")
+    document = {"format": FORMAT, "version": VERSION, **values}
     return json.dumps(document, indent=indent, separators=None if indent else (",", ":"))
 
 
-def load(text: str | bytes) -> "Layout":
+def load(cls: type[T], text: str | bytes) -> T:
+    """A value of type `cls` from a document.
+
+    Raises:
+      LayoutError: the text is no such document, or of a newer version, or breaks the schema; every fault is listed.
+    """
+    from pydantic import ValidationError
+
     try:
         document: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -53,16 +45,15 @@ def load(text: str | bytes) -> "Layout":
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise LayoutError(f'not a layout file: it must be an object with "format": "{FORMAT}"')
     version = document.pop("version", None)
-    if isinstance(version, int) and version > VERSION:
+    if type(version) is int and version > VERSION:
         raise LayoutError(f"the layout file has version {version}, this release reads up to {VERSION}: upgrade")
-    if version != VERSION or isinstance(version, bool):
+    if version != VERSION or type(version) is not int:
         raise LayoutError(f"version: {version!r} is not a known version (this release reads {VERSION})")
     try:
-        layout = _schema().validate_json(json.dumps(document))
+        return _adapter(cls).validate_json(json.dumps(document))
     except ValidationError as error:
         faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
         raise LayoutError("not a valid layout file:\n" + "\n".join(faults)) from None
-    return layout.check()
 
 
 def _path(location: tuple[int | str, ...]) -> str:

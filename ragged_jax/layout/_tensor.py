@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ._block import Block, elements
 from ._dtypes import itemsize
+from ._errors import STRICT
 
 MAX_NUMEL = 2**53  # beyond it an offset is no longer exact in JSON readers that use doubles
 
@@ -21,6 +22,8 @@ class TensorSpec:
       dtype: the element type by its numpy/ml_dtypes name.
       block: what must stay on one device.
     """
+
+    __pydantic_config__ = STRICT
 
     name: str
     shape: tuple[int, ...]

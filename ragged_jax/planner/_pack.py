@@ -1,141 +1,99 @@
-"""Packing: offsets of several tensors in one slab, and the shard size that they need.
-
-A slab of `num_shards` equal shards is one contiguous range. A tensor may start at any multiple of `unit` from
-which every shard boundary inside it falls between two of its blocks. Sizes and offsets are in elements.
-"""
+"""Packing: the smallest shard size for several tensors in one slab, and their offsets. Counts in units."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import combinations, islice
+from typing import NamedTuple
 
-from ..layout import TensorSpec
+from ._bound import admissible, lower_bound
+from ._place import Item, best_fit, best_order, num_states, place
 
-_FINE_CANDIDATES = 256  # shard sizes tried one by one above the bound before steps grow
+_EXACT_STEPS = 40_000  # steps of the exact search (states times items) spent on one slab, about 40 ms
+_GREEDY_STEPS = 20_000  # tensors placed by the orders that are only good guesses, about 20 ms
+_MAX_SUBSETS = 64  # subsets of grains whose least common multiples are tried as shard sizes
 
 
-def first_offset(position: int, tensor: TensorSpec, shard: int, unit: int) -> int:
-    """The smallest legal start of `tensor` at or after `position` for shards of `shard` elements, or -1.
+class Packing(NamedTuple):
+    """Tensors in one slab.
 
-    The result never falls as `position` rises, which is why greedy placement is optimal for a given order.
+    Attributes:
+      shard: units on each shard.
+      bound: no offsets at all need fewer.
+      placed: `(item, offset)` by rising offset, in units.
     """
-    numel, granularity = tensor.numel, tensor.granularity
-    position = -(-position // unit) * unit
-    if numel == 0:
-        return position
-    room = -position % shard or shard  # up to the next boundary
-    if numel <= room:
-        return position
-    # One boundary inside: the start must agree with it modulo the granularity. More: so must the shard size.
-    step = math.lcm(unit, granularity)
-    if (room % math.gcd(unit, granularity)) == 0:
-        start = _solve(position, room, unit, granularity, step)
-        if start >= 0:
-            inside = room - (start - position)
-            if numel <= inside or numel - inside <= shard or shard % granularity == 0:
-                return start
-    boundary = position + room
-    if numel <= shard or shard % granularity == 0:
-        return boundary
-    return -1 if unit % granularity == 0 else _later(boundary, tensor, shard, unit)
+
+    shard: int
+    bound: int
+    placed: list[tuple[int, int]]
 
 
-def _solve(position: int, room: int, unit: int, granularity: int, step: int) -> int:
-    """The first multiple of `unit` at or after `position`, before the boundary `room` ahead, that lies a
-    multiple of `granularity` ahead of that boundary; or -1."""
-    for start in range(position, position + min(room, step), unit):
-        if (position + room - start) % granularity == 0:
-            return start
-    return -1
+def pack(items: Sequence[Item], num_shards: int, limit: int | None = None) -> Packing | None:
+    """The smallest shard size found, and offsets; None when a limit is given and no size up to it was found.
 
-
-def _later(boundary: int, tensor: TensorSpec, shard: int, unit: int) -> int:
-    """For a tensor longer than a shard with two cuts at most: a start inside the shard after `boundary`."""
-    numel, granularity = tensor.numel, tensor.granularity
-    if numel > 2 * shard:
-        return -1
-    step = math.lcm(unit, granularity)
-    start = _solve(boundary, shard, unit, granularity, step)
-    last = boundary + shard - (numel - shard)  # from here on a single boundary lies inside
-    if start < 0:
-        return -1
-    if start < last:
-        start += -(-(last - start) // step) * step
-    return start if start < boundary + shard else -1
-
-
-def place(order: Sequence[TensorSpec], num_shards: int, shard: int, unit: int) -> list[int] | None:
-    """Greedy offsets for tensors in the given order, or None when they do not fit."""
-    offsets, position, end = [], 0, num_shards * shard
-    for tensor in order:
-        offset = first_offset(position, tensor, shard, unit)
-        if offset < 0 or offset + tensor.numel > end:
+    Whether a size fits is not monotone (a larger one may fail), so sizes are tried one by one from the proven
+    bound. Where the exact search is affordable it either fits the items or proves the size impossible, which
+    lifts the bound: in small cases the result is therefore optimal. When the steps run out, sizes grow
+    geometrically, with multiples of the grains' least common multiples among them, where cuts are easy.
+    """
+    if not items:
+        return Packing(0, 0, [])
+    bound = lower_bound(items, num_shards)
+    num_tensors = sum(item.copies for item in items)
+    num_steps = num_states(items) * len(items)
+    exact, greedy, proving = _EXACT_STEPS, _GREEDY_STEPS, True
+    shard = bound
+    for shard in admissible(items, bound):
+        if limit is not None and shard > limit:
             return None
-        offsets.append(offset)
-        position = offset + tensor.numel
-    return offsets
+        if proving:
+            bound = shard
+        if placed := _by_guess(items, num_shards, shard):
+            return Packing(shard, bound, placed)
+        greedy -= 4 * num_tensors
+        if num_steps <= exact:
+            exact -= num_steps
+            if placed := _by_search(items, num_shards, shard):
+                return Packing(shard, bound, placed)
+        else:
+            proving = False
+            if greedy < 0:
+                break
+    for size in _coarse_sizes(items, shard + 1, limit):
+        if placed := _by_guess(items, num_shards, size):
+            return Packing(size, bound, placed)
+    return None
 
 
-def lower_bound(tensors: Iterable[TensorSpec], num_shards: int, unit: int) -> int:
-    """A proven lower bound on the shard size of any single slab for these tensors, in elements.
-
-    Three arguments: the elements must fit; the whole blocks of a tensor are spread over at most `num_shards`
-    shards; and a tensor so long that two boundaries must fall into it forces its granularity to divide the
-    shard size, for all such tensors together.
-    """
-    tensors = [t for t in tensors if t.numel]
-    bound = -(-sum(t.numel for t in tensors) // num_shards)
-    for t in tensors:
-        bound = max(bound, -(-(t.numel // t.granularity) // num_shards) * t.granularity)
-    while True:
-        bound = -(-bound // unit) * unit
-        forced = unit
-        for t in tensors:
-            if t.numel > bound + bound // t.granularity * t.granularity:
-                forced = math.lcm(forced, t.granularity)
-        rounded = -(-bound // forced) * forced
-        if rounded == bound:
-            return bound
-        bound = rounded
+def _by_guess(items: Sequence[Item], num_shards: int, shard: int) -> list[tuple[int, int]] | None:
+    """Starts from a few orders that often do."""
+    indices = range(len(items))
+    for key in (lambda i: (-items[i].grain, -items[i].size), lambda i: (-items[i].size, -items[i].grain)):
+        runs = [(i, items[i].copies) for i in sorted(indices, key=key)]
+        if placed := place(items, runs, num_shards, shard):
+            return placed
+    runs = best_fit(items, num_shards, shard)
+    return place(items, runs, num_shards, shard) if runs else None
 
 
-def candidates(tensors: Sequence[TensorSpec], num_shards: int, unit: int) -> Iterable[int]:
-    """Shard sizes worth trying, rising, from the bound to one that always fits.
+def _by_search(items: Sequence[Item], num_shards: int, shard: int) -> list[tuple[int, int]] | None:
+    runs = best_order(items, num_shards, shard)
+    return place(items, runs, num_shards, shard) if runs else None
 
-    Whether a size fits is not monotone (a larger one may fail), so there is no bisection: small steps first,
-    growing ones later, and among them every multiple of a granularity, where cuts are easy.
-    """
-    low = lower_bound(tensors, num_shards, unit)
-    high = sum(-(-t.numel // unit) * unit for t in tensors)  # all on the first shard
-    steps = {math.lcm(unit, t.granularity) for t in tensors}
-    steps.add(math.lcm(*steps))
-    tried = {min(low + i * unit, high) for i in range(_FINE_CANDIDATES)} | {high}
+
+def _coarse_sizes(items: Sequence[Item], start: int, limit: int | None) -> list[int]:
+    """Rising sizes from `start` to the limit, or to one that always fits."""
+    most = max(start, sum(item.size * item.copies for item in items))  # all on the first shard
+    last = most if limit is None else min(most, limit)
+    grains = sorted({item.grain for item in items}, reverse=True)
+    subsets = (c for k in range(1, len(grains) + 1) for c in combinations(grains, k))
+    steps = {math.lcm(*subset) for subset in islice(subsets, _MAX_SUBSETS)} | {math.lcm(*grains)}
+    sizes = {last}
     for step in steps:
-        tried |= {size for i in range(_FINE_CANDIDATES) if (size := (-(-low // step) + i) * step) <= high}
-    size = low
-    while size < high:
-        tried.add(size)
-        size += max(unit, size // 200 // unit * unit)
-    return sorted(tried)
-
-
-def pack(tensors: Sequence[TensorSpec], num_shards: int, unit: int) -> tuple[int, list[tuple[TensorSpec, int]]]:
-    """The smallest shard size found for a single slab and where each tensor starts.
-
-    Args:
-      tensors: in any order; the result does not depend on it (names break ties).
-      num_shards: shards of the slab.
-      unit: starts and the shard size are multiples of it, in elements.
-
-    Returns:
-      The shard size in elements, and `(tensor, offset)` by rising offset.
-    """
-    by_name = sorted(tensors, key=lambda t: t.name)
-    orders = [
-        sorted(by_name, key=lambda t: (-t.granularity, -t.numel)),
-        sorted(by_name, key=lambda t: (-t.numel, -t.granularity)),
-        by_name,
-    ]
-    for shard in candidates(by_name, num_shards, unit):
-        for order in orders:
-            if (offsets := place(order, num_shards, shard, unit)) is not None:
-                return shard, list(zip(order, offsets, strict=True))
-    raise AssertionError("the largest candidate holds every tensor on one shard")
+        first = -(-start // step) * step
+        sizes.update(range(first, min(last, first + 8 * step), step))
+    size = start
+    while size < last:
+        sizes.add(size)
+        size += max(1, size // 64)
+    found = {next(admissible(items, size)) for size in sizes}
+    return sorted(size for size in found if start <= size <= last)

@@ -1,8 +1,8 @@
 """What a plan says of itself: padding, the bound it could not have beaten, and why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..layout import Bucket, Layout
+from ..layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class BucketReport:
       payload_nbytes: bytes of the tensors, unsharded.
       shard_nbytes: bytes on each device.
       bound_nbytes: no plan with these slabs could use fewer bytes on each device.
+      floor_nbytes: no layout at all that keeps blocks whole could, in slabs or otherwise.
       unshard_nbytes: bytes of the gathered bucket (of one layer, for a stack).
     """
 
@@ -25,19 +26,19 @@ class BucketReport:
     payload_nbytes: int
     shard_nbytes: int
     bound_nbytes: int
+    floor_nbytes: int
     unshard_nbytes: int
 
-    @classmethod
-    def of(cls, bucket: Bucket, num_shards: int, bound_nbytes: int) -> "BucketReport":
-        num_sole = sum(slab.sole for slab in bucket.slabs)
-        return cls(
-            name=bucket.name,
-            num_sole=num_sole,
-            num_packed=len(bucket.tensors) - num_sole,
-            payload_nbytes=bucket.payload_nbytes,
-            shard_nbytes=bucket.shard_nbytes,
-            bound_nbytes=bound_nbytes,
-            unshard_nbytes=num_shards * bucket.shard_nbytes // max(1, bucket.num_copies),
+    def named(self, name: str, stack: int | None) -> "BucketReport":
+        """The figures of a bucket like this one, which is of one layer, under a name of its own."""
+        copies = 1 if stack is None else stack
+        return replace(
+            self,
+            name=name,
+            payload_nbytes=self.payload_nbytes * copies,
+            shard_nbytes=self.shard_nbytes * copies,
+            bound_nbytes=self.bound_nbytes * copies,
+            floor_nbytes=self.floor_nbytes * copies,
         )
 
 
@@ -54,25 +55,43 @@ class Plan:
     buckets: tuple[BucketReport, ...]
 
     @property
+    def shard_nbytes(self) -> int:
+        """Bytes on each device."""
+        return sum(bucket.shard_nbytes for bucket in self.buckets)
+
+    @property
     def bound_nbytes(self) -> int:
         """Bytes on each device that no plan with these slabs could beat."""
         return sum(bucket.bound_nbytes for bucket in self.buckets)
 
     @property
+    def floor_nbytes(self) -> int:
+        """Bytes on each device that no layout with whole blocks could beat, in these slabs or otherwise."""
+        return sum(bucket.floor_nbytes for bucket in self.buckets)
+
+    @property
     def padding_fraction(self) -> float:
         """Padding over payload, in bytes."""
-        return self.layout.padding_fraction
+        return self._fraction(self.shard_nbytes)
 
     @property
     def bound_fraction(self) -> float:
         """The padding fraction that the bound implies."""
-        payload = self.layout.payload_nbytes
-        return self.layout.num_shards * self.bound_nbytes / payload - 1 if payload else 0.0
+        return self._fraction(self.bound_nbytes)
+
+    @property
+    def floor_fraction(self) -> float:
+        """The padding fraction that the floor implies."""
+        return self._fraction(self.floor_nbytes)
+
+    def _fraction(self, shard_nbytes: int) -> float:
+        payload = sum(bucket.payload_nbytes for bucket in self.buckets)
+        return (self.layout.num_shards * shard_nbytes - payload) / payload if payload else 0.0
 
     @property
     def optimal(self) -> bool:
         """Whether the plan reaches its bound."""
-        return self.layout.shard_nbytes == self.bound_nbytes
+        return self.shard_nbytes == self.bound_nbytes
 
     def table(self):
         """The report as a `rich` table, one line a bucket."""

@@ -1,0 +1,45 @@
+"""How the loss fell, as a picture."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")  # files only, also where there is no screen
+import matplotlib.pyplot as plt
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
+
+
+def draw_losses(losses: Sequence[float], before: float, after: float, bigram: float, path: Path) -> None:
+    """Writes a PNG of the loss of each step, the held-out loss and the line to beat, in bits per byte."""
+    steps = np.arange(1, len(losses) + 1)
+    window = max(1, len(losses) // 20)
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="one batch")
+    axes.plot(steps, _trailing_mean(losses, window), color="tab:blue", linewidth=2, label=f"mean of {window}")
+    axes.plot([0, len(losses)], [before, after], "o", color="tab:red", clip_on=False, zorder=3, label="held out")
+    axes.annotate(
+        f"{after:.2f}", (len(losses), after), (0, 9), textcoords="offset points", color="tab:red", ha="center"
+    )
+    axes.axhline(bigram, color="black", linestyle="--", linewidth=1)
+    axes.annotate(f"bigram model, {bigram:.2f}", (0, bigram), (4, -4), textcoords="offset points", va="top")
+    axes.set(xlabel="step", ylabel="bits per byte", yscale="log", xlim=(0, len(losses)))
+    axes.set_yticks([2, 3, 4, 5, 6, 7, 8])
+    axes.set_ylim(min(2, 0.95 * min(losses)), max(8.5, 1.05 * max(losses)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _trailing_mean(values: Sequence[float], window: int) -> np.ndarray:
+    """At each place the mean of the last `window` values, of fewer at the start."""
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    stop = np.arange(1, len(values) + 1)
+    start = np.maximum(0, stop - window)
+    return (total[stop] - total[start]) / (stop - start)

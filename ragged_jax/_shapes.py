@@ -1,0 +1,172 @@
+"""Parameter shapes from files: the groups that a plan starts from.
+
+A shapes file is JSON:
+
+    {"name": "GPT-2", "groups": [
+        {"name": "transformer.h.0", "count": 12, "tensors": [
+            {"name": "attn.c_attn.weight", "shape": [768, 2304], "dtype": "bfloat16"}]}]}
+
+where `count` layers of a group are alike and need not be written out.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+
+from .layout import Block, BlockRule, TensorSpec, block_for
+from .planner import Group
+
+_MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
+_SAFETENSORS_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
+    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
+    "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+class ShapesError(ValueError):
+    """A file that should hold parameter shapes does not."""
+
+
+@with_config(ConfigDict(extra="ignore", strict=True))
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    shape: list[Annotated[int, Field(ge=0)]]
+    dtype: str = "bfloat16"
+
+
+@with_config(ConfigDict(extra="ignore", strict=True))
+@dataclass(frozen=True)
+class _Group:
+    name: str
+    tensors: list[_Tensor]
+    count: Annotated[int, Field(ge=1, le=100_000)] = 1
+
+
+@with_config(ConfigDict(extra="ignore", strict=True))
+@dataclass(frozen=True)
+class _Model:
+    groups: list[_Group]
+
+
+def read_shapes(path: str | Path, block: BlockRule) -> list[Group]:
+    """The groups of a shapes file, a safetensors file, or a safetensors index.
+
+    Args:
+      path: the file.
+      block: what must stay on one device; see `with_block` for stacked experts.
+
+    Raises:
+      ShapesError: the file cannot be read or does not say what it must; one message names every fault.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".safetensors":
+            return _by_layer(_safetensors_header(path), block)
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ShapesError(f"{path}: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise ShapesError(f"{path}: not JSON: {error}") from None
+    if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
+        return _by_layer(_safetensors_index(path, document["weight_map"]), block)
+    return groups_from(document, block, source=str(path))
+
+
+def groups_from(document: Any, block: BlockRule, *, source: str = "shapes") -> list[Group]:
+    """The groups of a shapes document that has been read already."""
+    try:
+        model: _Model = TypeAdapter(_Model).validate_json(json.dumps(document))
+        return [group for entry in model.groups for group in _expand(entry, block)]
+    except ValidationError as error:
+        faults = [
+            f"  {'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}"
+            for fault in error.errors(include_url=False)
+        ]
+        more = [f"  and {len(faults) - 10} more"] if len(faults) > 10 else []
+        raise ShapesError("\n".join([f"{source}: not a file of shapes:", *faults[:10], *more])) from None
+    except ValueError as error:
+        raise ShapesError(f"{source}: {error}") from None
+
+
+def _expand(entry: _Group, block: BlockRule) -> Iterable[Group]:
+    for k in range(entry.count):
+        name = entry.name if entry.count == 1 else f"{entry.name}[{k}]"
+        yield Group(
+            name,
+            tuple(
+                with_block(TensorSpec(f"{name}/{tensor.name}", tuple(tensor.shape), tensor.dtype), block)
+                for tensor in entry.tensors
+            ),
+        )
+
+
+def with_block(tensor: TensorSpec, rule: BlockRule) -> TensorSpec:
+    """The tensor with the block that the rule gives it.
+
+    Three dims under a name that speaks of experts are a stack of matrices: `rows` then counts rows of one
+    expert, and `whole` keeps each expert whole, not all of them together.
+    """
+    block = block_for(tensor.name, rule)
+    if len(tensor.shape) == 3 and "expert" in tensor.name:
+        if block.kind == "rows" and block.dim == 0:
+            block = replace(block, dim=1)
+        elif block.kind == "whole":
+            block = Block("rows", (max(1, tensor.shape[1]),), 1)
+    return replace(tensor, block=block)
+
+
+def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of a safetensors file; the weights are not read."""
+    with path.open("rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        if num_bytes > min(_MAX_HEADER_NBYTES, path.stat().st_size):
+            raise ShapesError(f"{path}: not a safetensors file: it claims a header of {num_bytes} bytes")
+        try:
+            header = json.loads(file.read(num_bytes))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            return {
+                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
+                for name, entry in entries.items()
+            }
+        except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
+            raise ShapesError(f"{path}: not a safetensors header: {error!r}") from None
+
+
+def _safetensors_index(path: Path, weight_map: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shapes of the files an index names; they must lie beside it."""
+    files = sorted({str(file) for file in weight_map.values()})
+    missing = [file for file in files if Path(file).name != file or not (path.parent / file).is_file()]
+    if missing:
+        raise ShapesError(f"{path}: the index names files that are not beside it: {', '.join(missing[:5])}")
+    return {name: entry for file in files for name, entry in _safetensors_header(path.parent / file).items()}
+
+
+def _by_layer(tensors: Mapping[str, tuple[tuple[int, ...], str]], block: BlockRule) -> list[Group]:
+    """One group for each numbered layer (`model.layers.7.`), the rest by its first two names."""
+    groups: dict[str, list[TensorSpec]] = defaultdict(list)
+    try:
+        for name, (shape, dtype) in tensors.items():
+            parts = name.replace("/", ".").split(".")
+            number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), min(1, len(parts) - 1))
+            groups[".".join(parts[: number + 1])].append(with_block(TensorSpec(name, shape, dtype), block))
+    except ValueError as error:
+        raise ShapesError(str(error)) from None
+    return [Group(name, tuple(members)) for name, members in sorted(groups.items(), key=_natural)]
+
+
+def _natural(pair: tuple[str, Any]) -> list[tuple[int, int, str]]:
+    """Sorts `layers.10` behind `layers.9`."""
+    return [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in pair[0].split(".")]
+
+
+def num_params(groups: Iterable[Group]) -> int:
+    """Elements of all tensors."""
+    return sum(math.prod(t.shape) * (g.stack or 1) for g in groups for t in g.tensors)

@@ -1,0 +1,87 @@
+"""How values of many devices become one: by what jax's types say of whether they differ."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import keystr, tree_flatten_with_path
+
+
+def varying(x: Any) -> frozenset[str]:
+    """The manual mesh axes over which a traced value may differ."""
+    kind = jax.typeof(x)
+    if hasattr(kind, "vma"):  # the name of other jax releases
+        return kind.vma
+    return kind.manual_axis_type.varying
+
+
+def vary(x: Any, axes: Sequence[str]) -> Any:
+    """`x`, typed as one that may differ over all of `axes`."""
+    missing = tuple(a for a in axes if a not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def paths(tree: Any) -> frozenset[str]:
+    """The paths of a tree's leaves."""
+    return frozenset(keystr(path) for path, _ in tree_flatten_with_path(tree)[0])
+
+
+class Joined:
+    """Sorts the leaves of a pytree inside `shard_map`, and puts them back together outside.
+
+    A leaf that is the same on all devices is passed on whole, an array that differs is concatenated along dim 0,
+    a scalar that differs is averaged.
+
+    Args:
+      axes: the mesh axes over which leaves may differ.
+      known: paths of state that came in whole and must leave so; where it differs, it is averaged.
+    """
+
+    def __init__(self, axes: tuple[str, ...], known: frozenset[str] = frozenset()):
+        self.axes, self.known = axes, known
+        self._plan: list[tuple[str, Any]] = []
+        self._treedef: Any = None
+
+    def split(self, tree: Any) -> dict[str, list]:
+        """Inside: the leaves by how they leave, `whole` or `split`.
+
+        Raises:
+          TypeError: known state differs that has no mean; every such leaf is named.
+        """
+        flat, self._treedef = tree_flatten_with_path(tree)
+        named = [(keystr(path), leaf) for path, leaf in flat]
+        if bad := [name for name, x in named if name in self.known and varying(x) and not _is_float(x)]:
+            raise TypeError(
+                "after the call these state leaves differ between devices and, not being floats, have no mean: "
+                f"{', '.join(bad)}. Reduce them over {self.axes} inside the function."
+            )
+        parts: dict[str, list] = {"whole": [], "split": []}
+        self._plan = []
+        for name, leaf in named:
+            if not isinstance(leaf, jax.Array):
+                self._plan.append(("constant", leaf))
+                continue
+            kind = "split" if varying(leaf) and leaf.ndim and name not in self.known else "whole"
+            self._plan.append((kind, None))
+            parts[kind].append(self._split_leaf(leaf, kind))
+        return parts
+
+    def _split_leaf(self, leaf: jax.Array, kind: str) -> jax.Array:
+        if not varying(leaf):
+            return leaf
+        if kind == "split":
+            return vary(leaf, self.axes)
+        number = leaf if _is_float(leaf) else leaf.astype(jnp.float32)
+        return lax.pmean(vary(number, self.axes), self.axes)
+
+    def join(self, parts: dict[str, list]) -> Any:
+        """Outside: the tree of the global arrays that the parts have become."""
+        queues = {kind: iter(values) for kind, values in parts.items()}
+        leaves = [leaf if kind == "constant" else next(queues[kind]) for kind, leaf in self._plan]
+        return jax.tree.unflatten(self._treedef, leaves)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,0 +1,125 @@
+"""Contract 7: errors name every bad leaf by its path, the sizes and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from models import Block, OddModel, make_mesh, make_sharded
+
+import ragged_jax as rj
+
+PARAMS = {"w": np.ones((6, 3), np.float32), "layers": [{"k": np.ones((4, 4), np.float32)}] * 2}
+MESH = None
+
+
+def tree(**kwargs):
+    return rj.shard_tree(kwargs.pop("params", PARAMS), make_mesh(4), **{"axis": "fsdp", **kwargs})
+
+
+def model(**kwargs):
+    return rj.fully_shard(OddModel(rngs=nnx.Rngs(0)), make_mesh(4), **{"axis": "fsdp", **kwargs})
+
+
+@pytest.mark.parametrize("shard", [tree, model])
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"axis": "data"}, r"axis \['data'\] is not an axis of the mesh, which has \{'fsdp': 4\}"),
+        ({"axis": ()}, "is not an axis of the mesh"),
+        ({"axis": ("fsdp", "fsdp")}, "names a mesh axis twice"),
+    ],
+)
+def test_axes(shard, kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        shard(**kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: model(units=nnx.Conv), "matches no submodule; the model has Block, Embed"),
+        (lambda: model(units=lambda path, module: False), "matches no submodule"),
+        (
+            lambda: model(units=Block, stacked=nnx.Linear),
+            r"matches no unit; the units are \['blocks/0', 'blocks/1'\]",
+        ),
+        (lambda: model(units=Block, stacked=Block), r"unit 'blocks/0' is marked as stacked, but its leading dims"),
+        (lambda: tree(units="blocks/*"), r"units='blocks/\*' matches no subtree; the leaves are layers/0/k"),
+        (lambda: tree(units="layers/*", stacked="w"), "stacked='w' matches no subtree"),
+        (lambda: tree(block={"w": 32}), "is 32, not a Block"),
+        (lambda: rj.fully_shard(make_sharded(4), make_mesh(4), axis="fsdp"), r"fully sharded already, at .*root"),
+        (lambda: tree(plan=rj.plan(PARAMS, 8)), "for 8 shards, the mesh has 4"),
+        (
+            lambda: tree(plan=rj.plan({**PARAMS, "w": np.ones((5, 3))}, 4)),
+            r"w: planned .*\(5, 3\).*model has .*\(6, 3\)",
+        ),
+        (lambda: rj.full_params({"w": 1}), "dict is not sharded by this library"),
+        (lambda: rj.full_params(nnx.state(make_sharded(4))), "give the model"),
+        (lambda: rj.value_and_grad(lambda m, x: 0.0)({}, np.ones(4)), "not sharded models: 0: dict"),
+        (lambda: rj.value_and_grad(lambda m, x: 0.0, argnums=2)(tree(), np.ones(4)), "argnums=2, but the function"),
+        (lambda: rj.value_and_grad(lambda m, x: x)(tree(), np.ones(4)), r"must be a scalar, got shape \(1,\)"),
+        (
+            lambda: make_sharded(4)(np.ones((4, 4), int)),
+            "OddModel.__call__ was called on a fully sharded module outside",
+        ),
+    ],
+)
+def test_requests_that_make_no_sense(call, match):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=match):
+        call()
+
+
+def test_leaves_that_are_not_arrays_are_named_together():
+    params = {"a": 1.5, "b": np.ones(3), "c": [jax.random.key(0), "text"]}
+    with pytest.raises(TypeError) as error:
+        tree(params=params)
+    for part in ("a: float 1.5", "c/0: ", "of dtype key<fry>", "c/1: str 'text'", "Keep them out of the tree"):
+        assert part in str(error.value)
+    assert "b:" not in str(error.value)
+
+
+def test_batches_that_do_not_divide_are_named_together():
+    batch = {"tokens": np.ones((6, 5)), "mask": np.ones(8), "weights": np.ones((7,))}
+    with pytest.raises(ValueError, match="split over 4 devices") as error:
+        rj.value_and_grad(lambda p, batch, scale: 0.0)(tree(), batch, scale=np.ones(3))
+    text = str(error.value)
+    assert "argument [1]['tokens']: shape (6, 5)" in text
+    assert "argument [1]['weights']: shape (7,)" in text
+    assert "keyword argument ['scale']: shape (3,)" in text
+    assert "mask" not in text
+    assert "rj.replicated" in text
+
+
+def test_blocks_larger_than_their_tensor():
+    params = {"a": np.ones((8, 4), np.float32), "b": np.ones((64, 4), np.float32), "c": np.ones(3, np.float32)}
+    with pytest.warns(UserWarning, match=r"a: shape \(8, 4\), block rows\(32\)") as caught:
+        sharded = tree(params=params, block=rj.rows(32))
+    assert "as large as the tensor allows" in str(caught[0].message)
+    assert "b:" not in str(caught[0].message)
+    assert {stop - start for start, stop in rj.get_layout(sharded).ranges("a")} == {0, 32}
+
+
+def test_a_stack_used_as_a_layer():
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *PARAMS["layers"])
+    sharded = tree(params={"layers": stacked}, units="layers", stacked="layers")
+    layer = rj.unsharded(lambda w, x: x @ w["k"])
+    with pytest.raises(ValueError, match="unit 'layers' does not have the shards of one layer"):
+        rj.apply(lambda p, x: layer(p["layers"], x))(sharded, np.ones((4, 4), np.float32))
+
+
+def test_a_packed_tensor_says_where_it_is():
+    sharded = make_sharded(7)
+    shift = sharded.blocks[0].shift
+    for read in (lambda: shift[...], lambda: jnp.sum(shift)):
+        with pytest.raises(RuntimeError, match="blocks/0/shift is sharded, packed with other tensors"):
+            read()
+
+
+def test_a_filter_that_tears_a_packed_slab_apart():
+    sharded = make_sharded(7)
+    biases = nnx.DiffState(0, lambda path, leaf: path[-1] == "bias")
+    with pytest.raises(ValueError, match=r"cannot choose a part of a packed slab") as error:
+        rj.value_and_grad(lambda m, x: 0.0, argnums=biases)(sharded, np.ones(7))
+    assert "blocks/0/down/bias" in str(error.value)
+    assert "variable type of their own" in str(error.value)

@@ -1,0 +1,81 @@
+"""`examples/train_gpt.py` as users start it: in processes of its own, with a tiny model."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+TINY = "--steps 30 --length 32 --learning-rate 0.01 --held-out 2048 --sample 4 --model.depth 2 --model.width 64"
+
+
+def start(out: Path, *args: str) -> subprocess.Popen:
+    command = [sys.executable, "examples/train_gpt.py", *TINY.split(), "--out", str(out), *args]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "200",
+    }
+    return subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT)
+
+
+def finish(*processes: subprocess.Popen) -> list[str]:
+    """What they printed; none of them outlives the call."""
+    try:
+        printed = [process.communicate(timeout=200)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, text in zip(processes, printed, strict=True):
+        assert process.returncode == 0, text
+    return printed
+
+
+def held_out(printed: str) -> tuple[float, ...]:
+    """Bits per byte: before, after, and of the bigram model."""
+    before, after = re.findall(r"held out, \w+: ([\d.]+)", printed)
+    return float(before), float(after), float(re.findall(r"bigram model: ([\d.]+)", printed)[0])
+
+
+@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16,16"), (8, "rows:8")])
+def test_learns_and_reports(devices, block, tmp_path):
+    [printed] = finish(start(tmp_path, "--devices", str(devices), "--block", block))
+    before, after, bigram = held_out(printed)
+    assert before == pytest.approx(8, abs=1e-3)
+    assert after < 5.5
+    assert 3 < bigram < 4.5
+    assert f"{devices} shards" in printed
+    assert "blocks/1" in printed
+    assert printed.count("-> b") == 3
+    for name in ("layout.png", "loss.png"):
+        picture = (tmp_path / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 10_000
+
+
+def test_two_processes_are_as_good_as_one(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    shared = ("--devices", "4", "--steps", "10", "--num-processes", "2", "--coordinator", f"localhost:{port}")
+    first, _ = finish(*(start(tmp_path / "two", *shared, "--process-id", str(i)) for i in range(2)))
+    [alone] = finish(start(tmp_path / "one", "--devices", "4", "--steps", "10"))
+    two, one = (np.loadtxt(tmp_path / out / "loss.csv") for out in ("two", "one"))
+    np.testing.assert_allclose(two, one, rtol=1e-4)
+    assert held_out(first) == pytest.approx(held_out(alone), abs=2e-3)
+
+
+def test_a_wrong_block_is_explained(tmp_path):
+    process = start(tmp_path, "--block", "row:3")
+    assert "--block row:3: give elements:N, rows:K, tile:R,C or whole" in process.communicate(timeout=100)[0]
+    assert process.returncode == 1
+
+
+def test_own_text(tmp_path):
+    [printed] = finish(start(tmp_path, "--data", "LICENSE", "--devices", "2", "--steps", "1"))
+    assert "bytes to train on: LICENSE" in printed

@@ -1,0 +1,98 @@
+"""The core knows no framework, and the public surface is frozen."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import ragged_jax as rj
+
+PROBE = """
+import sys
+{imports}
+bad = sorted(set(sys.modules) & {{"jax", "jaxlib", "flax", "optax", "torch"}})
+sys.exit(f"brought in {{bad}}" if bad else 0)
+"""
+
+
+def probe(imports: str) -> subprocess.CompletedProcess:
+    """In a fresh interpreter."""
+    return subprocess.run(
+        [sys.executable, "-c", PROBE.format(imports=imports)], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize("module", ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner"])
+def test_the_core_imports_no_framework(module):
+    result = probe(f"import {module}")
+    assert result.returncode == 0, result.stderr
+
+
+def test_using_the_core_imports_no_framework():
+    result = probe(
+        "from ragged_jax.layout import *\nfrom ragged_jax import layout, planner\n"
+        "spec = layout.TensorSpec('w', (100, 8), 'bfloat16', layout.rows(3))\n"
+        "made = planner.plan([planner.Group('', (spec,))], 7)\n"
+        "layout.Layout.from_json(made.layout.to_json()); made.table()"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("module", ["ragged_jax.fsdp", "optax"])
+def test_the_probe_can_fail(module):
+    result = probe(f"import {module}")
+    assert result.returncode != 0
+    assert "brought in" in result.stderr
+
+
+def test_torch_stays_out():
+    result = probe(
+        "import ragged_jax.fsdp, ragged_jax.adapters; [sys.modules.pop(m) for m in ('jax','jaxlib','flax','optax')]"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_public_surface():
+    """Change it knowingly: these names are promises."""
+    public = {
+        name: str(inspect.signature(value)) if inspect.isfunction(value) else "class"
+        for name in sorted(set(dir(rj)) - set(vars(rj)) | set(rj._WHERE))
+        if (value := getattr(rj, name)) is not None
+    }
+    got = "\n".join(f"{name}{signature}" for name, signature in public.items())
+    names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
+    assert names == [
+        "Block",
+        "Layout",
+        "LayoutError",
+        "MixedPrecision",
+        "PackedTensor",
+        "RaggedShard",
+        "ShardedTree",
+        "apply",
+        "elements",
+        "full_params",
+        "fully_shard",
+        "get_layout",
+        "plan",
+        "replicated",
+        "rows",
+        "shard_like",
+        "shard_tree",
+        "tile",
+        "unshard",
+        "unsharded",
+        "value_and_grad",
+        "whole",
+    ]
+    parameters = {
+        name: list(inspect.signature(getattr(rj, name)).parameters) for name in ("fully_shard", "shard_tree")
+    }
+    assert parameters == {
+        "fully_shard": [
+            "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
+            "precision",
+        ],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+    }  # fmt: skip

@@ -1,0 +1,213 @@
+"""Whole plans: sound, deterministic, never worse than cutting each tensor alone, and shaped for the runtime."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragged_jax.layout import Layout, TensorSpec, elements, itemsize, rows, tile, whole
+from ragged_jax.planner import PROFILES, Group, plan
+from ragged_jax.planner._reference import smallest_shard
+
+blocks = st.one_of(
+    st.builds(elements, st.integers(1, 9)),
+    st.builds(rows, st.integers(1, 4)),
+    st.builds(tile, st.integers(1, 3), st.integers(1, 3)),
+    st.just(whole()),
+)
+shapes = st.one_of(
+    st.lists(st.integers(1, 12), min_size=2, max_size=3),
+    st.lists(st.integers(0, 12), max_size=3),
+).map(tuple)
+dtypes = st.sampled_from(["float32", "bfloat16", "int32"])
+
+stacks = st.sampled_from([None, 1, 3])
+
+
+@st.composite
+def models(draw, max_groups=3, max_tensors=6, dtypes=dtypes, stacks=stacks):
+    groups = []
+    for i in range(draw(st.integers(0, max_groups))):
+        kinds = draw(st.lists(st.tuples(shapes, dtypes, blocks), max_size=max_tensors))
+        kinds += kinds[: draw(st.integers(0, len(kinds)))]
+        tensors = tuple(TensorSpec(f"{i}/{j}", *kind) for j, kind in enumerate(kinds))
+        groups.append(Group(f"g{i}", tensors, draw(stacks)))
+    return groups
+
+
+options = st.fixed_dictionaries(
+    {
+        "profile": st.sampled_from(["h100", "v5p", "torch-nccl"]),
+        "min_slab_nbytes": st.sampled_from([0, 64, 1 << 16]),
+        "align_nbytes": st.sampled_from([None, 1, 16]),
+    }
+)
+
+
+@given(models(), st.integers(1, 9), options)
+def test_plans_are_sound(groups, num_shards, chosen):
+    made = plan(groups, num_shards, **chosen)
+    layout = made.layout.check()
+    assert sorted(t.name for t in layout.tensors) == sorted(t.name for g in groups for t in g.tensors)
+    assert {t.name: t for t in layout.tensors} == {t.name: t for g in groups for t in g.tensors}
+    assert made.bound_nbytes <= layout.shard_nbytes
+    assert made.floor_nbytes <= layout.shard_nbytes
+    assert made.optimal == (made.bound_nbytes == layout.shard_nbytes)
+    assert 0 <= made.bound_fraction <= made.padding_fraction or not layout.payload_nbytes
+    for slab in (slab for bucket in layout.buckets for slab in bucket.slabs):
+        if slab.sole:
+            assert slab.placements[0].offset == 0
+            assert slab.placements[0].tensor.shape[0] == slab.rows * num_shards
+            assert slab.placements[0].tensor.nbytes >= chosen["min_slab_nbytes"]
+        for placement in slab.placements:  # unpacking is a slice of rows and a reshape
+            assert placement.offset % slab.width == 0
+            assert placement.tensor.numel % slab.width == 0
+
+
+@given(models(stacks=st.none()), st.integers(1, 9), st.sampled_from([0, 1 << 16]))
+def test_never_worse_than_cutting_each_tensor_alone(groups, num_shards, min_nbytes):
+    layout = plan(groups, num_shards, min_slab_nbytes=min_nbytes).layout
+    alone = 0
+    for tensor in (tensor for group in groups for tensor in group.tensors):
+        shard = -(-tensor.num_blocks // num_shards) * tensor.granularity
+        alone += shard * itemsize(tensor.dtype)
+    assert layout.shard_nbytes <= alone
+
+
+@given(models(max_groups=1, max_tensors=4, dtypes=st.just("float32"), stacks=st.none()), st.integers(2, 4))
+def test_never_worse_than_the_best_single_slab(groups, num_shards):
+    """With everything too small for a slab of its own, one slab for all is among the choices."""
+    tensors = [tensor for group in groups for tensor in group.tensors if tensor.numel <= 24][:4]
+    made = plan([Group("", tuple(tensors))], num_shards)
+    best = smallest_shard([(t.numel, t.granularity) for t in tensors], num_shards)
+    if len(made.layout.buckets[0].slabs) == 1 and made.layout.buckets[0].slabs[0].width == 1:
+        assert made.layout.shard_nbytes == made.bound_nbytes == 4 * best
+
+
+@given(models(), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_the_order_of_tensors_does_not_matter(groups, num_shards, random: random.Random):
+    shuffled = [
+        Group(group.name, tuple(random.sample(group.tensors, len(group.tensors))), group.stack) for group in groups
+    ]
+    assert plan(groups, num_shards).layout == plan(shuffled, num_shards).layout
+
+
+@given(models(max_groups=2), st.integers(1, 9))
+def test_names_do_not_matter(groups, num_shards):
+    """New names in the same order: the same slabs and offsets."""
+    renamed = [
+        Group(
+            "new" + g.name,
+            tuple(TensorSpec("x" + t.name, t.shape, t.dtype, t.block) for t in g.tensors),
+            g.stack,
+        )
+        for g in groups
+    ]
+    for old, new in zip(
+        plan(groups, num_shards).layout.buckets, plan(renamed, num_shards).layout.buckets, strict=True
+    ):
+        assert [(s.rows, s.width, [p.offset for p in s.placements]) for s in old.slabs] == [
+            (s.rows, s.width, [p.offset for p in s.placements]) for s in new.slabs
+        ]
+
+
+def llama(num_layers: int = 3) -> list[Group]:
+    shapes = {"q": (1024, 1024), "k": (256, 1024), "down": (1024, 2816), "up": (2816, 1024), "norm": (1024,)}
+    return [
+        Group(
+            f"layers/{i}",
+            tuple(TensorSpec(f"layers/{i}/{name}", s, "bfloat16", rows(32)) for name, s in shapes.items()),
+        )
+        for i in range(num_layers)
+    ]
+
+
+def test_the_same_plan_in_every_process():
+    """Hash seeds and processes change nothing."""
+    here = plan(llama(), 48).layout.fingerprint
+    program = (
+        "import sys, json; sys.path.insert(0, 'tests');"
+        "from test_planner_plan import llama; from ragged_jax.planner import plan;"
+        "print(json.dumps(plan(llama(), 48).layout.fingerprint))"
+    )
+    for seed in ("0", "1"):
+        out = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": "."},
+            capture_output=True,
+            check=True,
+        )
+        assert json.loads(out.stdout) == here
+
+
+def test_a_layout_that_divides_is_all_sole():
+    made = plan(llama(), 8)
+    assert made.optimal
+    assert made.padding_fraction == 0
+    for bucket in made.layout.buckets:
+        assert {s.name.rpartition("/")[2] for s in bucket.slabs if s.sole} == {"down", "k", "q", "up"}
+        (packed,) = (s for s in bucket.slabs if not s.sole)
+        assert (packed.width, len(packed.placements)) == (1, 1)
+    assert Layout.from_json(made.layout.to_json()) == made.layout
+
+
+def test_equal_layers_are_equal():
+    first, *others = plan(llama(), 96).layout.buckets
+    for other in others:
+        for a, b in zip(first.slabs, other.slabs, strict=True):
+            assert [p.offset for p in a.placements] == [p.offset for p in b.placements]
+
+
+def test_rows_of_stacks_share_a_slab_by_their_own_width():
+    experts = TensorSpec("experts", (5, 64, 32), "float32", rows(8, dim=1))
+    router = TensorSpec("router", (5, 32), "float32", rows(1))
+    (bucket,) = plan([Group("moe", (experts, router))], 6).layout.check().buckets
+    assert {s.width for s in bucket.slabs} == {32}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_every_profile_plans(profile):
+    plan(llama(), 96, profile=profile).layout.check()
+
+
+def test_on_tpu_rows_keep_their_width():
+    """Element blocks may be cut anywhere, but a slab of another width is laid out anew at each gather."""
+    groups = [Group("", tuple(TensorSpec(n, (1000, 512), "float32") for n in "ab"))]
+    assert {s.width for s in plan(groups, 64, profile="v5p").layout.buckets[0].slabs} == {512}
+    assert plan(groups, 64, profile="h100").layout.padding_nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_shards", "keywords", "match"),
+    [
+        ([], 0, {}, "num_shards must be an integer of at least 1, got 0"),
+        ([], True, {}, "num_shards must be"),
+        ([], 2.0, {}, "num_shards must be"),
+        ([], 2, {"align_nbytes": 0}, "align_nbytes must be"),
+        ([], 2, {"profile": "h1000"}, "no hardware profile 'h1000'; choose from a100"),
+        ([Group("a", ()), Group("a", ())], 2, {}, "group names must be unique; these repeat: 'a'"),
+        ([Group("a", (TensorSpec("t", (1,)), TensorSpec("t", (2,))))], 2, {}, "tensor names .* repeat: 't'"),
+    ],
+)
+def test_bad_input(groups, num_shards, keywords, match):
+    with pytest.raises(ValueError, match=match):
+        plan(groups, num_shards, **keywords)
+
+
+def test_an_empty_model():
+    made = plan([], 3)
+    assert made.layout.shard_nbytes == made.bound_nbytes == 0
+    assert made.optimal
+    assert plan([Group("a", ())], 3).layout.buckets[0].slabs == ()
+
+
+def test_scalars_and_empty_tensors():
+    tensors = (TensorSpec("s", ()), TensorSpec("e", (0, 4)), TensorSpec("i", (3,), "int32"))
+    layout = plan([Group("", tensors)], 2).layout.check()
+    assert {s.dtype for s in layout.buckets[0].slabs} == {"float32", "int32"}
+    assert layout.shard_nbytes == 4 + 8
