@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from models import device_nbytes, make_mesh
+from models import Block, OddModel, assert_close, batches, device_nbytes, flat, loss_fn, make_mesh
 
 import ragged_jax as rj
 from ragged_jax.fsdp._slabs import from_stored, slab_of, slab_shape, tensors_of, to_stored
 from ragged_jax.layout import Bucket, Layout, Placement, Slab, TensorSpec, stored_order, tile
+
+pytestmark = pytest.mark.filterwarnings("ignore:these tensors are smaller than one block:UserWarning")
 
 sizes = st.integers(1, 9)
 shapes = st.tuples(sizes, sizes) | st.tuples(st.integers(1, 3), sizes, sizes)
@@ -65,6 +68,42 @@ def test_a_slab_holds_its_tensors_and_zeros(drawn, lead):
     back = tensors_of(slab, whole, shares, lead)
     for name, tensor in tensors.items():
         np.testing.assert_array_equal(back[name], tensor)
+
+
+@given(st.permutations(range(3)), st.integers(0, 1))
+def test_transposed_tensors(order, lead):
+    placement = Placement(TensorSpec("w", (4, 3, 2)), 0, axis_order=tuple(order))
+    tensor = np.random.default_rng(0).normal(size=(*(2,)[:lead], 4, 3, 2))
+    stored = to_stored(placement, tensor, lead)
+    transposed = tensor.transpose(*range(lead), *(dim + lead for dim in order))
+    np.testing.assert_array_equal(stored, transposed.reshape(stored.shape))
+    np.testing.assert_array_equal(from_stored(placement, stored, lead), tensor)
+
+
+@pytest.mark.parametrize(
+    ("options", "block"),
+    [
+        ({"storage": "tiled"}, tile(8, 8)),
+        ({"axis_order": "auto"}, rj.elements(1)),
+        ({"shares": (3, 2, 1, 1)}, rj.rows(2)),
+        ({"shares": (3, 2, 1, 1), "storage": "tiled"}, tile(4, 4)),
+        ({"profile": "torch-nccl"}, rj.rows(3)),
+    ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_whatever_the_planner_chooses_trains_the_same(options, block, scan):
+    """Every kind of plan, end to end: one step's gradient equals one device's."""
+    kwargs = {"block": block, "units": Block, "stacked": Block if scan else None}
+    plan = rj.plan(nnx.eval_shape(lambda: OddModel(rngs=nnx.Rngs(0), scan=scan)), 4, **kwargs, **options)
+    model = rj.fully_shard(OddModel(rngs=nnx.Rngs(0), scan=scan), make_mesh(4), axis="fsdp", plan=plan, **kwargs)
+    assert set(device_nbytes(nnx.state(model, nnx.Param)).values()) == {plan.layout.shard_nbytes}
+    whole = OddModel(rngs=nnx.Rngs(0), scan=scan)
+    assert_close(flat(rj.full_params(model)), flat(nnx.state(whole, nnx.Param)), rtol=0)
+    tokens = batches(1)[0]
+    loss, grads = nnx.jit(rj.value_and_grad(loss_fn))(model, tokens)
+    expected, wanted = nnx.jit(nnx.value_and_grad(loss_fn))(whole, tokens)
+    np.testing.assert_allclose(loss, expected, rtol=2e-6)
+    assert_close(flat(rj.full_params(grads, like=model)), flat(wanted))
 
 
 @pytest.mark.parametrize("shares", [None, (2, 2, 1, 1)])

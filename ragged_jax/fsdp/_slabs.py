@@ -20,7 +20,7 @@ Shares = tuple[int, ...] | None
 def slab_shape(slab: Slab, num_parts: int) -> tuple[int, ...]:
     """Shape of an array of `num_parts` parts of a slab: natural for a sole slab, 1-D for width 1."""
     if slab.sole:
-        return (slab.rows * num_parts, *slab.placements[0].tensor.shape[1:])
+        return (slab.rows * num_parts, *slab.placements[0].stored_shape[1:])
     return (slab.rows * num_parts,) if slab.width == 1 else (slab.rows * num_parts, slab.width)
 
 
@@ -28,7 +28,8 @@ def tensors_of(slab: Slab, array: Any, shares: Shares, lead: int = 0) -> dict[st
     """The tensors of a whole slab: static slices and free reshapes, except where tiles are put in rows."""
     array = compact(slab, array, shares, lead)
     if slab.sole:
-        return {slab.placements[0].tensor.name: array}
+        placement = slab.placements[0]
+        return {placement.tensor.name: _reorder(array, _inverse(placement.axis_order), lead)}
     tensors = {}
     for placement in slab.placements:
         stored = _rows(array, placement.offset // slab.width, placement.stop // slab.width, lead)
@@ -40,7 +41,7 @@ def slab_of(slab: Slab, tensors: Mapping[str, Any], num_shards: int, shares: Sha
     """The whole slab from its tensors, padding zero: the inverse of `tensors_of`."""
     first = tensors[slab.placements[0].tensor.name]
     if slab.sole:
-        return spread(slab, first, shares, lead)
+        return spread(slab, _reorder(first, slab.placements[0].axis_order, lead), shares, lead)
     num_parts = sum(shares) if shares else num_shards
     tail = slab_shape(slab, num_parts)[1:]
     pieces, end = [], 0
@@ -84,7 +85,7 @@ def spread(slab: Slab, array: Any, shares: Shares, lead: int) -> Any:
 def to_stored(placement: Placement, tensor: Any, lead: int = 0) -> Any:
     """The elements of a tensor in the order in which they are stored, flat."""
     if placement.storage == "row_major":
-        return tensor.reshape(*tensor.shape[:lead], -1)
+        return _reorder(tensor, placement.axis_order, lead).reshape(*tensor.shape[:lead], -1)
     matrices = tensor.reshape(*tensor.shape[:lead], -1, *tensor.shape[-2:])
     parts = []
     for r in tile_regions(placement.tensor):
@@ -98,7 +99,8 @@ def from_stored(placement: Placement, stored: Any, lead: int = 0) -> Any:
     """The inverse of `to_stored`."""
     outer, shape = stored.shape[:lead], placement.tensor.shape
     if placement.storage == "row_major":
-        return stored.reshape((*outer, *shape))
+        whole = stored.reshape((*outer, *placement.stored_shape))
+        return _reorder(whole, _inverse(placement.axis_order), lead)
     flat = stored.reshape(*outer, -1)
     rows: dict[int, list[Any]] = {}
     for r in tile_regions(placement.tensor):
@@ -116,6 +118,15 @@ def _matrices(r: TileRegion, flat: Any, outer: tuple[int, ...]) -> Any:
 def _swap(tiles: Any, lead: int) -> Any:
     """Exchanges the two middle ones of the last four dims: rows of tiles to tiles, or back."""
     return tiles.transpose(*range(lead + 2), lead + 3, lead + 2, lead + 4)
+
+
+def _reorder(array: Any, order: tuple[int, ...] | None, lead: int) -> Any:
+    """With the dims behind the leading ones in another order."""
+    return array if order is None else array.transpose(*range(lead), *(lead + dim for dim in order))
+
+
+def _inverse(order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if order is None else tuple(order.index(dim) for dim in range(len(order)))
 
 
 def _rows(array: Any, start: int, stop: int, lead: int) -> Any:
