@@ -122,8 +122,9 @@ def report(cells: list[dict]) -> str:
     lines = [
         "# Padding, planner against other rules",
         "",
-        f"Command: `python benchmarks/padding.py`. Machine: {platform.machine()}, Python "
-        f"{platform.python_version()}, numpy {numpy.__version__}; one process on shared cores. "
+        "Command: `python benchmarks/padding.py --out benchmarks/results`. "
+        f"Machine: {platform.machine()}, Python {platform.python_version()}, numpy {numpy.__version__}; "
+        "one process on shared cores. "
         "Profile h100, no merging of layers, defaults otherwise. All cells are in `padding.csv`.",
         "",
         "Padding is a percentage of the model (`12x`: twelve times the model in all). *bound*: proven for the "

@@ -184,8 +184,7 @@ def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             header = json.loads(file.read(num_bytes))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             return {
-                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
-                for name, entry in entries.items()
+                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]) for name, entry in entries.items()
             }
         except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
             raise ShapesError(f"{path}: not a safetensors header: {error!r}") from None

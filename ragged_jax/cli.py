@@ -105,9 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--profile", choices=sorted(PROFILES), default="h100", help="the machine")
     command.add_argument("--storage", choices=("row_major", "tiled", "auto"), default="row_major")
-    command.add_argument(
-        "--merge", type=_merge, default=1, metavar="LAYERS", help="layers in a bucket, or auto"
-    )
+    command.add_argument("--merge", type=_merge, default=1, metavar="LAYERS", help="layers in a bucket, or auto")
     command.add_argument("--shares", type=_shares, metavar="2,2,1,1", help="for devices of different memory")
     command.add_argument("-o", "--output", type=Path, metavar="LAYOUT.json", help="write the layout")
     _add_output(command)

@@ -24,9 +24,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 def test_plan_and_show(capsys, tmp_path):
     layout, picture = str(tmp_path / "layout.json"), tmp_path / "layout.png"
-    status, out, err = run(
-        capsys, "plan", GPT2, "-n", "8", "--block", "rows:32", "-o", layout, "--png", str(picture)
-    )
+    status, out, err = run(capsys, "plan", GPT2, "-n", "8", "--block", "rows:32", "-o", layout, "--png", str(picture))
     assert (status, err) == (0, "")
     assert "124,439,808 parameters, optimal for these slabs" in out
     assert picture.read_bytes()[:4] == b"\x89PNG"
@@ -153,9 +151,7 @@ def test_safetensors(tmp_path):
     }
     tensors["model.embed.weight"] = np.zeros((16, 4), np.float16)
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")})
-    )
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
     for file in ("model.safetensors", "index.json"):
         groups = read_shapes(tmp_path / file, rows(1))
         assert [g.name for g in groups] == [
@@ -190,9 +186,7 @@ def linen_model():
     return linen.Dense(16), jnp.zeros((1, 8))
 
 
-@pytest.mark.parametrize(
-    ("name", "params"), [("nnx_model", 8 * 16 + 16 + 16 * 4 + 4), ("linen_model", 8 * 16 + 16)]
-)
+@pytest.mark.parametrize(("name", "params"), [("nnx_model", 8 * 16 + 16 + 16 * 4 + 4), ("linen_model", 8 * 16 + 16)])
 def test_flax_models(name, params):
     groups = model_groups(f"{__name__}:{name}", rows(1))
     assert num_params(groups) == params

@@ -242,8 +242,7 @@ def test_scalars_and_empty_tensors():
 def test_tiled_storage_takes_the_tile_as_the_granule():
     """32 x 32 tiles of a Llama-like layer on 1,024 shards."""
     groups = [
-        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, tile(32, 32)) for t in g.tensors))
-        for g in llama(1)
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, tile(32, 32)) for t in g.tensors)) for g in llama(1)
     ]
     row_major, tiled, auto = (plan(groups, 1024, storage=storage) for storage in ("row_major", "tiled", "auto"))
     assert row_major.padding_fraction > 5
@@ -287,8 +286,7 @@ def test_giants_may_lie_apart():
 def test_merging_layers_brings_padding_down():
     """Blocks of 128 rows: the more layers lie together, the smaller the largest block is beside them."""
     groups = [
-        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors))
-        for g in llama(8)
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors)) for g in llama(8)
     ]
     paddings = [plan(groups, 24, merge=layers).padding_fraction for layers in (1, 2, 4, 8)]
     assert paddings == sorted(paddings, reverse=True)
@@ -310,8 +308,7 @@ def test_only_like_neighbours_merge():
 
 def test_advice_gives_figures():
     groups = [
-        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors))
-        for g in llama(8)
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors)) for g in llama(8)
     ]
     text = "\n".join(advise(groups, 1024))
     assert "% padding" in text

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from ragged_jax._shapes import read_shapes
 from ragged_jax.layout import TensorSpec, rows
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
+from padding import BLOCKS, RIVALS, cell, only_matrices
 from rivals import (
     fsdp2,
     megatron,
@@ -21,6 +23,7 @@ from rivals import (
     zero3,
 )
 
+MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
 LLAMA = [
     TensorSpec(name, shape, "bfloat16", rows(1))
     for name, shape in {
@@ -60,9 +63,7 @@ def test_a_rule_that_cuts_a_row_does_not_count():
 
 def random_shapes(seed: int) -> list[tuple[int, ...]]:
     chosen = random.Random(seed)
-    return [
-        tuple(chosen.randint(1, 9) for _ in range(chosen.randint(1, 3))) for _ in range(chosen.randint(1, 8))
-    ]
+    return [tuple(chosen.randint(1, 9) for _ in range(chosen.randint(1, 3))) for _ in range(chosen.randint(1, 8))]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -92,3 +93,33 @@ def test_megatron_against_its_wheel(seed):
             size, placed = megatron_stable_layout(sizes, num_shards)
             assert size == bucket.size
             assert {order[k]: item.global_data_index for k, item in items.items()} == {i: o for o, i in placed}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("model", ["gpt2_124m", "llama31_8b", "mamba_2p8b", "mixtral_8x7b_fused"])
+def test_never_more_bytes_than_a_rival(model, block):
+    """A part of the grid in `benchmarks/results`; the whole is run by hand."""
+    groups = only_matrices(read_shapes(MODELS / f"{model}.json", BLOCKS[block]), block)
+    for num_shards in (2, 7, 64, 96, 1024):
+        found = cell(groups, block, num_shards)
+        assert found["bound"] <= found["padding"] * (1 + 1e-12)
+        assert found["floor"] <= found["padding"] * (1 + 1e-12)
+        for name in RIVALS:
+            if found[name] is not None:
+                assert found["padding"] <= found[name] + 1e-12 * (1 + found[name]), name
+
+
+@pytest.mark.parametrize(
+    ("model", "num_shards", "block", "percent"),
+    [
+        ("llama31_8b", 1024, "32 x 32", 0.01),
+        ("llama31_8b", 256, "128 x 128", 0.09),
+        ("gpt_oss_20b", 1024, "32 x 32", 0.13),  # 2880 is 22.5 tiles of 128
+        ("gpt_oss_20b", 256, "128 x 128", 0.40),
+        ("llama31_405b", 6, "32 rows", 0.08),
+        ("qwen3_32b", 1024, "row", 0.03),
+    ],
+)
+def test_padding_that_must_not_grow(model, num_shards, block, percent):
+    groups = read_shapes(MODELS / f"{model}.json", BLOCKS[block])
+    assert 100 * cell(groups, block, num_shards)["padding"] <= percent

@@ -150,9 +150,7 @@ class BucketPlanner:
                     nbytes = member.numel * size
                     relaid = 0 if slab.sole or member.tiled or member.row in (0, slab.width) else nbytes
                     untiled = nbytes if member.tiled else 0
-                    cost = slab_seconds(
-                        self.profile, self.num_shards, slab.shard_numel * size, 0, relaid, untiled
-                    )
+                    cost = slab_seconds(self.profile, self.num_shards, slab.shard_numel * size, 0, relaid, untiled)
                     seconds += member.copies * cost
             filled += [(dtype, pool.filled()) for pool in chosen]
             seconds += sum(pool.seconds(pool.shard_numel) for pool in chosen)

@@ -99,9 +99,7 @@ _MERGES = (2, 4, 8)
 _WORTH_MERGING = 0.01  # of the model
 
 
-def _plan(
-    planner: BucketPlanner, groups: Sequence[Group], num_shards: int, shares: tuple[int, ...] | None
-) -> Plan:
+def _plan(planner: BucketPlanner, groups: Sequence[Group], num_shards: int, shares: tuple[int, ...] | None) -> Plan:
     planned = [planner.bucket(group) for group in groups]
     buckets, reports = tuple(bucket for bucket, _ in planned), tuple(report for _, report in planned)
     return Plan(Layout(num_shards, buckets, shares), reports)

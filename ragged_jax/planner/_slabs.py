@@ -148,9 +148,7 @@ class Pool:
         empty = [(m.kind, 0) for m in self.members if not m.numel for _ in range(m.copies)]
         placed = [(real[item].kind, offset * self.unit) for item, offset in self.packing.placed]
         tiled = frozenset(m.kind for m in self.members if m.tiled)
-        return Filled(
-            self.width, self.shard_numel, self.unit * self.packing.bound, tuple(empty + placed), tiled
-        )
+        return Filled(self.width, self.shard_numel, self.unit * self.packing.bound, tuple(empty + placed), tiled)
 
 
 def to_item(member: Member, unit: int) -> Item:
