@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax import lax
@@ -74,9 +75,24 @@ def test_diff_state_differentiates_a_part():
     model = Net(rngs=nnx.Rngs(0))
     model.second.bias = Adapter(model.second.bias[...])
     model = rj.fully_shard(model, make_mesh(4), axis="fsdp", units=nnx.Linear)
-    bias = nnx.DiffState(0, lambda path, leaf: path[0] == "second")
-    _, grads = nnx.jit(rj.value_and_grad(loss_fn, argnums=bias))(model, X)
+    second = nnx.DiffState(0, lambda path, leaf: path[0] == "second")
+    _, grads = nnx.jit(rj.value_and_grad(loss_fn, argnums=second))(model, X)
     assert {path[0] for path, _ in nnx.to_flat_state(grads)} == {"second"}
+    # Variables of a type of their own have slabs of their own, so that they can be trained alone.
+    _, grads = nnx.jit(rj.value_and_grad(loss_fn, argnums=nnx.DiffState(0, Adapter)))(model, X)
+    (leaf,) = (leaf for _, leaf in nnx.to_flat_state(grads))
+    assert type(leaf) is Adapter
+    ((path, whole),) = nnx.to_flat_state(rj.full_params(grads, like=model))
+    assert path == ("second", "bias")
+    assert type(whole) is Adapter
+    assert whole.shape == (3,)
+    assert rj.get_layout(model).locate("second/bias").slab.name == "Adapter.float32x1"
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=Adapter)
+    before = rj.full_params(model)
+    optimizer.update(model, grads)
+    after = rj.full_params(model)
+    assert (before["second"]["bias"][...] != after["second"]["bias"][...]).all()
+    assert (before["second"]["kernel"][...] == after["second"]["kernel"][...]).all()
 
 
 def test_batch_statistics_are_those_of_the_whole_batch():

@@ -24,7 +24,7 @@ from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
 from ._nnx_find import ModuleUnits, Path, find, get_path, join
-from ._nnx_module import SLABS, ModuleUnit, changing, info_of, make_unit, spec_of
+from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of
 
 
 def fully_shard(
@@ -193,10 +193,14 @@ def _(state: nnx.State, like: Any = None) -> nnx.State:
         raise TypeError("a state does not know its layout; give the model: full_params(state, like=model)")
     leaves = dict(nnx.to_flat_state(state))
     full = []
-    for path, _, info in _units(like):
-        slabs = {s.name: _value(leaves[_slab_path(path, info, s)]) for s in info.unit.bucket.slabs}
-        tensors = info.unit.full(slabs)
-        full += [((*path, *places[0]), info.wrt(tensors[name], eager_sharding=False)) for name, places in info.paths]
+    for path, module, info in _units(like):
+        places = {slab.name: _slab_path(path, info, slab) for slab in info.unit.bucket.slabs}
+        tensors = info.unit.full({name: _value(leaves[place]) for name, place in places.items() if place in leaves})
+        for name, paths in info.paths:
+            if name in tensors:
+                variable = get_path(module, paths[0])
+                kind = variable.variable_type if isinstance(variable, PackedTensor) else type(variable)
+                full.append(((*path, *paths[0]), kind(tensors[name], eager_sharding=False)))
     return nnx.from_flat_state(full)
 
 

@@ -40,7 +40,13 @@ class Owned:
         shapes = {name: tuple(variable.get_value().shape) for name, (variable, _) in self.params.items()}
         length = stack_length(self.name, shapes) if self.stack else None
         tensors = (
-            TensorSpec(name, shapes[name][self.stack :], str(variable.get_value().dtype), block_for(name, block))
+            TensorSpec(
+                name,
+                shapes[name][self.stack :],
+                str(variable.get_value().dtype),
+                block_for(name, block),
+                label="" if type(variable) is nnx.Param else type(variable).__name__,
+            )
             for name, (variable, _) in self.params.items()
         )
         return Group(self.name, tuple(tensors), length)

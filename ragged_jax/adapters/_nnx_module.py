@@ -70,7 +70,8 @@ class ModuleUnit:
                 variable.set_raw_value(slabs[slab.name])
                 variable.set_metadata(**self._metadata(slab))
                 continue
-            packed[slab.name] = self.wrt(slabs[slab.name])
+            kind = type(get_path(module, paths[slab.placements[0].tensor.name][0]))
+            packed[slab.name] = kind(slabs[slab.name])
             packed[slab.name].set_metadata(**self._metadata(slab))
             for placement in slab.placements:
                 name = placement.tensor.name

@@ -103,13 +103,14 @@ class Unit:
         return ends[k] * slab.shard_numel, ends[k + 1] * slab.shard_numel
 
     def full(self, slabs: Mapping[str, Any]) -> dict[str, Any]:
-        """The whole tensors from the slabs' arrays: numpy arrays, or traced ones under a trace.
+        """The whole tensors from the arrays of some slabs: numpy arrays, or traced ones under a trace.
 
         One slab at a time leaves the devices, and no device ever holds more than its own part.
         """
         tensors: dict[str, Any] = {}
         for slab in self.bucket.slabs:
-            array = slabs[slab.name]
+            if (array := slabs.get(slab.name)) is None:
+                continue
             if is_traced(array):
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
                 tensors |= tensors_of(slab, whole, self.shares, lead=int(self.stacked))

@@ -220,6 +220,8 @@ class Layout:
         end, size = 0, self.num_parts * slab.shard_numel
         for placement in slab.placements:
             tensor, offset = placement.tensor, placement.offset
+            if tensor.label != slab.placements[0].tensor.label:
+                yield f"{tensor.name} is labelled {tensor.label!r}, {slab.placements[0].tensor.name} is not"
             if tensor.dtype != slab.dtype:
                 yield f"{tensor.name} is {tensor.dtype}, the slab {slab.dtype}"
             if offset < end:

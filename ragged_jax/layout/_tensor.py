@@ -21,6 +21,8 @@ class TensorSpec:
       shape: the global shape.
       dtype: the element type by its numpy/ml_dtypes name.
       block: what must stay on one device.
+      label: tensors with different labels never share a slab. It keeps apart what is treated differently as a
+        whole, such as variables of different types.
     """
 
     __pydantic_config__ = STRICT
@@ -29,6 +31,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str = "float32"
     block: Block = _ANYWHERE
+    label: str = ""
 
     def __post_init__(self):
         if any(type(size) is not int or size < 0 for size in self.shape):
