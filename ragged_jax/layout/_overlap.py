@@ -134,9 +134,8 @@ def _by_tensor(held: Iterable[tuple[int, Segment]]) -> Mapping[str, _Cover]:
         cover, end = _Cover([], [], []), 0
         for start, device, _, s in sorted(items):
             if s.stop > end and s.stop > start:
-                skip = max(0, end - start)
                 cover.devices.append(device)
-                cover.segments.append(s._replace(start=start + skip, offset=s.offset + skip))
+                cover.segments.append(_part(s, end, s.stop) if start < end else s)
                 cover.stops.append(s.stop)
                 end = s.stop
         covers[tensor] = cover
