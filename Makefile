@@ -19,10 +19,10 @@ train: .venv/.done
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: .venv/.done
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-deep: .venv/.done
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: .venv/.done
 	$(BIN)/ruff check .

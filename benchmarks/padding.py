@@ -80,7 +80,7 @@ def cell(groups: Sequence[Group], block: str, num_shards: int) -> dict[str, floa
     """Elements on each device under every rule that respects the block."""
     gc.collect()
     start = time.perf_counter()
-    made = plan(groups, num_shards)
+    made = plan(groups, num_shards, storage="tiled" if " x " in block else "row_major")
     seconds = time.perf_counter() - start
     payload = sum(bucket.payload_nbytes for bucket in made.buckets)
     result: dict[str, float | int | bool | None] = {
@@ -122,8 +122,9 @@ def report(cells: list[dict]) -> str:
     lines = [
         "# Padding, planner against other rules",
         "",
-        f"Command: `python benchmarks/padding.py`. Machine: {platform.machine()}, Python "
-        f"{platform.python_version()}, numpy {numpy.__version__}; one process on shared cores. "
+        "Command: `python benchmarks/padding.py --out benchmarks/results`. "
+        f"Machine: {platform.machine()}, Python {platform.python_version()}, numpy {numpy.__version__}; "
+        "one process on shared cores. "
         "Profile h100, no merging of layers, defaults otherwise. All cells are in `padding.csv`.",
         "",
         "Padding is a percentage of the model (`12x`: twelve times the model in all). *bound*: proven for the "

@@ -77,22 +77,29 @@ def named_sharding(tensors: Sequence[TensorSpec], num_shards: int) -> int:
 Layout = tuple[int, list[tuple[int, int]]]  # size of the buffer, (start, index of the tensor)
 
 
+def stable_chunk(sizes: Sequence[tuple[int, int]]) -> int:
+    """The chunk that the stable rule finds for one bucket of `(numel, row numel)`; it depends on the order."""
+    by_row = sorted(sizes, key=lambda size: -size[1])
+    chunk = by_row[0][1]
+    for n, r in by_row:
+        if not (r == chunk or (chunk % r == 0 and n % chunk == 0) or n < chunk):
+            chunk = math.lcm(chunk, r)
+    return chunk
+
+
 def megatron_stable_layout(sizes: Sequence[tuple[int, int]], num_shards: int) -> Layout:
     """Megatron-FSDP's stable rule for one bucket of `(numel, row numel)`: chunk, regulars, fragments, tail."""
     order = sorted(range(len(sizes)), key=lambda i: -sizes[i][1])
-    chunk = sizes[order[0]][1]
-    for i in order:
-        n, r = sizes[i]
-        if not (r == chunk or (chunk % r == 0 and n % chunk == 0) or n < chunk):
-            chunk = math.lcm(chunk, r)
+    chunk = stable_chunk(sizes)
     regulars = [i for i in order if sizes[i][0] >= chunk]
     fragments = [i for i in order if sizes[i][0] < chunk]
     return _walk(sizes, regulars, fragments, chunk, num_shards, aligned=False)
 
 
 def megatron_experimental_layout(sizes: Sequence[tuple[int, int]], num_shards: int) -> Layout:
-    """The experimental rule: the chunk is the least common multiple of all rows; fragments start at rows."""
-    order = sorted(range(len(sizes)), key=lambda i: -sizes[i][1])
+    """The experimental rule: the chunk is the least common multiple of all rows, tensors stay in their order,
+    and fragments start at rows."""
+    order = range(len(sizes))
     chunk = math.lcm(*(r for _, r in sizes))
     regulars = [i for i in order if sizes[i][0] >= chunk]
     fragments = sorted((i for i in order if sizes[i][0] < chunk), key=lambda i: -sizes[i][0])

@@ -8,7 +8,7 @@ import numpy as np
 
 matplotlib.use("Agg")  # files only, also where there is no screen
 import matplotlib.pyplot as plt
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 
 def draw_losses(losses: Sequence[float], before: float, after: float, bigram: float, path: Path) -> None:
@@ -16,17 +16,24 @@ def draw_losses(losses: Sequence[float], before: float, after: float, bigram: fl
     steps = np.arange(1, len(losses) + 1)
     window = max(1, len(losses) // 20)
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="each batch")
-    axes.plot(steps, _trailing_mean(losses, window), color="tab:blue", linewidth=2, label=f"mean of {window} batches")
+    axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=1, label="one batch")
+    axes.plot(steps, _trailing_mean(losses, window), color="tab:blue", linewidth=2, label=f"mean of {window}")
     axes.plot([0, len(losses)], [before, after], "o", color="tab:red", clip_on=False, zorder=3, label="held out")
     axes.annotate(
-        f"{after:.2f}", (len(losses), after), (0, 9), textcoords="offset points", color="tab:red", ha="center"
+        f"{after:.2f}",
+        (len(losses), after),
+        (0, -9),
+        textcoords="offset points",
+        color="tab:red",
+        ha="center",
+        va="top",
     )
     axes.axhline(bigram, color="black", linestyle="--", linewidth=1)
     axes.annotate(f"bigram model, {bigram:.2f}", (0, bigram), (4, -4), textcoords="offset points", va="top")
     axes.set(xlabel="step", ylabel="bits per byte", yscale="log", xlim=(0, len(losses)))
     axes.set_yticks([2, 3, 4, 5, 6, 7, 8])
     axes.set_ylim(min(2, 0.95 * min(losses)), max(8.5, 1.05 * max(losses)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()
     axes.grid(axis="y", alpha=0.3)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,6 +41,13 @@ def on_mesh(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:
     for batch in batches:
         share = np.split(batch, jax.process_count())[jax.process_index()]
         yield jax.make_array_from_process_local_data(sharding, share, batch.shape)
+
+
+def settle(optimizer: nnx.Optimizer, mesh: Mesh) -> None:
+    """Puts the optimizer's counters on all devices, where each step leaves them; else step 2 would compile anew."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    state = nnx.state(optimizer)
+    nnx.update(optimizer, jax.tree.map(lambda x: x if x.ndim else jax.device_put(x, everywhere), state))
 
 
 def nbytes_per_device(tree: Any) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
+    from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
     from .fsdp import apply as apply
     from .fsdp import full_params as full_params
@@ -35,6 +36,7 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard"),
     "fsdp": (
+        "MixedPrecision",
         "ShardedTree",
         "apply",
         "full_params",

@@ -123,6 +123,57 @@ def with_block(tensor: TensorSpec, rule: BlockRule) -> TensorSpec:
     return replace(tensor, block=block)
 
 
+def model_groups(factory: str, block: BlockRule) -> list[Group]:
+    """The groups of a Flax model, built abstractly: nothing is allocated.
+
+    Args:
+      factory: `module:function`. The function takes no arguments and returns an NNX module, or `(module,
+        example inputs...)` for Linen.
+      block: what must stay on one device.
+
+    Raises:
+      ShapesError: there is no such function, or it does not return a model.
+    """
+    import importlib
+    import os
+    import sys
+
+    module_name, _, name = factory.partition(":")
+    sys.path.insert(0, os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ShapesError(f"{factory}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    leaves = _abstract_leaves(factory, make)
+    shapes = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves if hasattr(leaf, "dtype")}
+    return _by_layer(shapes, block)
+
+
+def _abstract_leaves(factory: str, make: Any) -> list[tuple[str, Any]]:
+    import jax
+    from flax import linen, nnx
+
+    def path_of(keys: Any) -> str:
+        return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
+
+    try:
+        made = nnx.eval_shape(make)
+    except Exception:  # a Linen factory returns what NNX cannot trace
+        made = make()
+    if isinstance(made, nnx.Module):
+        tree = nnx.to_pure_dict(nnx.state(made, nnx.Param))
+    elif isinstance(made, tuple) and made and isinstance(made[0], linen.Module):
+        module, *inputs = made
+        tree = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
+    else:
+        raise ShapesError(
+            f"{factory}() must return an NNX module, or a Linen module and inputs; got {type(made).__name__}"
+        )
+    return [(path_of(keys), leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
+
+
 def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of a safetensors file; the weights are not read."""
     with path.open("rb") as file:
@@ -133,8 +184,7 @@ def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
             header = json.loads(file.read(num_bytes))
             entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
             return {
-                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]])
-                for name, entry in entries.items()
+                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]) for name, entry in entries.items()
             }
         except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
             raise ShapesError(f"{path}: not a safetensors header: {error!r}") from None

@@ -114,3 +114,12 @@ def test_a_packed_tensor_says_where_it_is():
     for read in (lambda: shift[...], lambda: jnp.sum(shift)):
         with pytest.raises(RuntimeError, match="blocks/0/shift is sharded, packed with other tensors"):
             read()
+
+
+def test_a_filter_that_tears_a_packed_slab_apart():
+    sharded = make_sharded(7)
+    biases = nnx.DiffState(0, lambda path, leaf: path[-1] == "bias")
+    with pytest.raises(ValueError, match=r"cannot choose a part of a packed slab") as error:
+        rj.value_and_grad(lambda m, x: 0.0, argnums=biases)(sharded, np.ones(7))
+    assert "blocks/0/down/bias" in str(error.value)
+    assert "variable type of their own" in str(error.value)

@@ -66,6 +66,7 @@ def test_the_public_surface():
         "Block",
         "Layout",
         "LayoutError",
+        "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
@@ -91,6 +92,7 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
+            "precision",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan"],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
     }  # fmt: skip

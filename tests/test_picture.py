@@ -14,7 +14,7 @@ def test_every_byte_of_a_shard_is_drawn_once():
     layout = plan(llama(1), 96).layout
     for slab in layout.buckets[0].slabs:
         for k in range(96):
-            pieces = list(_pieces(slab, k))
+            pieces = list(_pieces(slab, k * slab.shard_numel, (k + 1) * slab.shard_numel))
             assert [start for _, start, _ in pieces] == [0, *(stop for _, _, stop in pieces[:-1])]
             assert pieces[-1][2] == slab.shard_numel
             names = [p.tensor.name for p in layout.shard(k) if p.slab == slab.name]
@@ -31,6 +31,10 @@ def test_it_draws(tmp_path, num_shards):
     layout = plan([*llama(2), Group("many", many), Group("none", ())], num_shards).layout
     draw(layout, tmp_path / "layout.png")
     assert (tmp_path / "layout.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_uneven_shares(tmp_path):
+    draw(plan(llama(1), 3, shares=(2, 2, 1)).layout, tmp_path / "layout.png")
 
 
 def test_an_empty_layout(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_jax.layout import Layout, TensorSpec, elements, itemsize, rows, tile, whole
-from ragged_jax.planner import PROFILES, Group, plan
+from ragged_jax.planner import PROFILES, Group, advise, plan
 from ragged_jax.planner._reference import smallest_shard
 
 blocks = st.one_of(
@@ -45,6 +45,8 @@ options = st.fixed_dictionaries(
         "profile": st.sampled_from(["h100", "v5p", "torch-nccl"]),
         "min_slab_nbytes": st.sampled_from([0, 64, 1 << 16]),
         "align_nbytes": st.sampled_from([None, 1, 16]),
+        "storage": st.sampled_from(["row_major", "tiled", "auto"]),
+        "axis_order": st.sampled_from(["natural", "auto"]),
     }
 )
 
@@ -62,7 +64,7 @@ def test_plans_are_sound(groups, num_shards, chosen):
     for slab in (slab for bucket in layout.buckets for slab in bucket.slabs):
         if slab.sole:
             assert slab.placements[0].offset == 0
-            assert slab.placements[0].tensor.shape[0] == slab.rows * num_shards
+            assert slab.placements[0].stored_shape[0] == slab.rows * num_shards
             assert slab.placements[0].tensor.nbytes >= chosen["min_slab_nbytes"]
         for placement in slab.placements:  # unpacking is a slice of rows and a reshape
             assert placement.offset % slab.width == 0
@@ -87,6 +89,25 @@ def test_never_worse_than_the_best_single_slab(groups, num_shards):
     best = smallest_shard([(t.numel, t.granularity) for t in tensors], num_shards)
     if len(made.layout.buckets[0].slabs) == 1 and made.layout.buckets[0].slabs[0].width == 1:
         assert made.layout.shard_nbytes == made.bound_nbytes == 4 * best
+
+
+@given(models(), st.lists(st.integers(1, 4), min_size=1, max_size=5), options)
+def test_plans_with_shares_are_sound(groups, shares, chosen):
+    made = plan(groups, len(shares), shares=shares, **chosen)
+    layout = made.layout.check()
+    assert Layout.from_json(layout.to_json()) == layout
+    total = sum(shares)
+    for name in (t.name for t in layout.tensors):
+        held = [stop - start for start, stop in layout.ranges(name)]
+        assert sum(held) == layout.locate(name).placement.tensor.numel
+    per_part = [0] * len(shares)
+    for k in range(len(shares)):
+        per_part[k] = sum((p.stop - p.start) * itemsize(p.tensor.dtype) for p in layout.shard(k))
+        if not any(group.stack for group in groups):
+            assert per_part[k] * max(shares) <= layout.shard_nbytes * shares[k]
+    assert layout.padding_nbytes >= 0
+    assert layout.num_parts <= total
+    assert made.bound_nbytes <= layout.shard_nbytes == made.shard_nbytes
 
 
 @given(models(), st.integers(1, 9), st.randoms(use_true_random=False))
@@ -189,6 +210,11 @@ def test_on_tpu_rows_keep_their_width():
         ([], True, {}, "num_shards must be"),
         ([], 2.0, {}, "num_shards must be"),
         ([], 2, {"align_nbytes": 0}, "align_nbytes must be"),
+        ([], 2, {"merge": 0}, "merge must be 'auto' or a number of layers of at least 1, got 0"),
+        ([], 2, {"axis_order": "any"}, "axis_order must be natural or auto, got 'any'"),
+        ([], 2, {"storage": "tile"}, "storage must be one of row_major, tiled, auto, got 'tile'"),
+        ([], 2, {"shares": (1, 2, 3)}, "shares must be 2 integers of at least 1, got .1, 2, 3."),
+        ([], 2, {"shares": (1, 0)}, "shares must be 2 integers"),
         ([], 2, {"profile": "h1000"}, "no hardware profile 'h1000'; choose from a100"),
         ([Group("a", ()), Group("a", ())], 2, {}, "group names must be unique; these repeat: 'a'"),
         ([Group("a", (TensorSpec("t", (1,)), TensorSpec("t", (2,))))], 2, {}, "tensor names .* repeat: 't'"),
@@ -211,3 +237,100 @@ def test_scalars_and_empty_tensors():
     layout = plan([Group("", tensors)], 2).layout.check()
     assert {s.dtype for s in layout.buckets[0].slabs} == {"float32", "int32"}
     assert layout.shard_nbytes == 4 + 8
+
+
+def test_tiled_storage_takes_the_tile_as_the_granule():
+    """32 x 32 tiles of a Llama-like layer on 1,024 shards."""
+    groups = [
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, tile(32, 32)) for t in g.tensors)) for g in llama(1)
+    ]
+    row_major, tiled, auto = (plan(groups, 1024, storage=storage) for storage in ("row_major", "tiled", "auto"))
+    assert row_major.padding_fraction > 5
+    assert tiled.padding_fraction < 0.12
+    assert tiled.floor_nbytes <= tiled.layout.shard_nbytes
+    assert tiled.optimal
+    assert auto.layout == tiled.layout
+    for slab in tiled.layout.buckets[0].slabs:
+        for placement in slab.placements:
+            is_matrix = len(placement.tensor.shape) == 2
+            assert placement.storage == ("tiled" if is_matrix else "row_major")
+            assert slab.width == 32 or not is_matrix
+    with pytest.raises(ValueError, match="stored tile by tile"):
+        tiled.layout.ragged_shard("layers/0/q")
+
+
+def test_auto_storage_leaves_alone_what_divides():
+    groups = [Group("", (TensorSpec("w", (1024, 1024), "bfloat16", tile(32, 32)),))]
+    assert plan(groups, 8, storage="auto").layout == plan(groups, 8).layout
+    assert plan(groups, 8).layout.buckets[0].slabs[0].sole
+
+
+def test_uneven_shares():
+    layout = plan(llama(1), 4, shares=(4, 4, 2, 2)).layout.check()
+    assert layout.shares == (2, 2, 1, 1)
+    held = [sum((p.stop - p.start) for p in layout.shard(k)) for k in range(4)]
+    assert held[0] == held[1] > 1.8 * held[2]
+    assert plan(llama(1), 4, shares=(3, 3, 3, 3)).layout == plan(llama(1), 4).layout
+    assert layout.spmd_padding_nbytes >= layout.padding_nbytes + layout.payload_nbytes // 4
+
+
+def test_giants_may_lie_apart():
+    """Experts and attention share a granularity; a common multiple that suits the experts need not bind all."""
+    experts = [TensorSpec(f"e{i}", (7 * 64, 128), "bfloat16", rows(1)) for i in range(8)]
+    others = [TensorSpec(f"a{i}", (128, 128 * 7), "bfloat16", rows(1)) for i in range(2)]
+    made = plan([Group("", (*experts, *others))], 96)
+    made.layout.check()
+    assert made.bound_nbytes <= made.layout.shard_nbytes
+
+
+def test_merging_layers_brings_padding_down():
+    """Blocks of 128 rows: the more layers lie together, the smaller the largest block is beside them."""
+    groups = [
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors)) for g in llama(8)
+    ]
+    paddings = [plan(groups, 24, merge=layers).padding_fraction for layers in (1, 2, 4, 8)]
+    assert paddings == sorted(paddings, reverse=True)
+    assert paddings[-1] < 0.2 * paddings[0]
+    made = plan(groups, 24, merge="auto")
+    assert made.padding_fraction < 0.5 * paddings[0]
+    assert made.layout.check().buckets[0].name.startswith("layers/0..")
+    assert sorted(t.name for t in made.layout.tensors) == sorted(t.name for g in groups for t in g.tensors)
+    assert plan(llama(8), 8, merge="auto").layout == plan(llama(8), 8).layout
+
+
+def test_only_like_neighbours_merge():
+    a, b, c = llama(3)
+    other = Group("other", (TensorSpec("x", (3,)),))
+    stacked = Group("stacked", (TensorSpec("y", (3,)),), stack=4)
+    names = [bucket.name for bucket in plan([other, a, b, c, stacked], 4, merge=2).layout.buckets]
+    assert names == ["other", "layers/0..layers/1", "layers/2", "stacked"]
+
+
+def test_advice_gives_figures():
+    groups = [
+        Group(g.name, tuple(TensorSpec(t.name, t.shape, t.dtype, rows(128)) for t in g.tensors)) for g in llama(8)
+    ]
+    text = "\n".join(advise(groups, 1024))
+    assert "% padding" in text
+    assert "128 x 128 tiles, stored tile by tile" in text
+    assert "merge" in text
+    assert "replicate" in text
+    assert advise(llama(1), 8) == ()
+    tiled = "\n".join(advise([Group("", (TensorSpec("w", (512, 512), block=tile(64, 64)),))], 64))
+    assert "storage='tiled'" in tiled
+
+
+def test_another_dim_may_lie_in_front():
+    """Where elements may be cut anywhere, not where blocks are rows."""
+    groups = [
+        Group("a", (TensorSpec("kernel", (3, 5, 1024)),)),
+        Group("b", (TensorSpec("table", (3, 8192), block=rows(1)),)),
+    ]
+    natural, auto = (plan(groups, 8, axis_order=order, min_slab_nbytes=0) for order in ("natural", "auto"))
+    assert not any(slab.sole for bucket in natural.layout.buckets for slab in bucket.slabs)
+    (kernel,), (table,) = (bucket.slabs for bucket in auto.layout.check().buckets)
+    assert (kernel.rows, kernel.width, kernel.placements[0].axis_order) == (128, 15, (2, 0, 1))
+    assert not table.sole
+    assert Layout.from_json(auto.layout.to_json()) == auto.layout
+    with pytest.raises(ValueError, match="stored transposed"):
+        auto.layout.ragged_shard("kernel")

@@ -9,19 +9,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
+    PrecisionRule,
     Unit,
     as_argument,
     fold_in_device,
     full_params_registry,
     groups_of,
     make_layout,
+    precision_for,
     shard_like_registry,
     units_of,
 )
 from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
-from ._nnx_find import ModuleUnits, Path, find, join
+from ._nnx_find import ModuleUnits, Path, find, get_path, join
 from ._nnx_module import SLABS, ModuleUnit, changing, info_of, make_unit, spec_of
 
 
@@ -37,6 +39,7 @@ def fully_shard(
     plan: Plan | Layout | None = None,
     reshard_after_forward: bool = True,
     policy: Callable | None = None,
+    precision: PrecisionRule = None,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
@@ -54,6 +57,7 @@ def fully_shard(
         called under `jax.remat` anyway, False saves a gather: the remat drops them.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
+      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -70,7 +74,7 @@ def fully_shard(
     layout = make_layout([o.group(block) for o in owned], mesh.shape[axes[-1]], plan)
     _replicate_state(model, wrt, mesh)
     for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes)
+        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
         slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
         make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
@@ -88,8 +92,8 @@ def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
 def _(model: nnx.Pytree, wrt: Any = None) -> Argument:
     """Of any Flax object: a sharded module, or what goes along with it whole, such as `nnx.Rngs`."""
     info = info_of(model)
-    mine = nnx.All(info.wrt, wrt) if info is not None and wrt is not None else (wrt or nnx.Param)
-    graphdef, params, state = nnx.split(model, mine if info is not None else False, ...)
+    chosen = False if info is None else info.wrt if wrt is None else _chosen(model, info.wrt, wrt)
+    graphdef, params, state = nnx.split(model, chosen, ...)
 
     def open(params: Any, state: Any, axes: tuple[str, ...]) -> nnx.Pytree:
         opened = nnx.merge(graphdef, params, state, copy=True)
@@ -113,6 +117,35 @@ def _(model: nnx.Pytree, wrt: Any = None) -> Argument:
     )
 
 
+def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
+    """The filter `wrt` on a sharded model: a packed slab is chosen when its tensors are.
+
+    Raises:
+      ValueError: it chooses some tensors of a slab and not others; both are named.
+    """
+    predicate = nnx.filterlib.to_predicate(wrt)
+    verdicts: dict[Path, bool] = {}
+    torn = []
+    for path, module, info in _units(model):
+        paths = dict(info.paths)
+        for slab in (s for s in info.unit.bucket.slabs if not s.sole):
+            votes: dict[bool, list[str]] = {True: [], False: []}
+            for tensor in (p.tensor for p in slab.placements):
+                place = paths[tensor.name][0]
+                stand_in = get_path(module, place).variable_type(None)
+                votes[bool(predicate((*path, *place), stand_in))].append(tensor.name)
+            verdicts[_slab_path(path, info, slab)] = bool(votes[True])
+            if votes[True] and votes[False]:
+                torn.append(f"  {', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
+    if torn:
+        raise ValueError(
+            "a filter cannot choose a part of a packed slab; these tensors share one:\n"
+            + "\n".join(torn)
+            + "\nChoose all of them, or give those to be chosen a variable type of their own before sharding."
+        )
+    return lambda path, leaf: isinstance(leaf, sharded) and verdicts.get(path, predicate(path, leaf))
+
+
 def _specs(state: Any) -> Any:
     """A state of the same structure with the partition spec of each array, as its variable knows it."""
 
@@ -128,7 +161,7 @@ def _integers(params: Any) -> Iterator[str]:
             yield join(path)
 
 
-def _units(model: nnx.Module) -> Iterator[tuple[Path, nnx.Module, ModuleUnit]]:
+def _units(model: Any) -> Iterator[tuple[Path, nnx.Module, ModuleUnit]]:
     """The units of a model with their paths, the root first."""
     found = [(path, m, info) for path, m in nnx.iter_modules(model) if (info := info_of(m)) is not None]
     yield from sorted(found, key=lambda item: len(item[0]))

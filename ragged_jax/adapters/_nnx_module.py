@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..fsdp import Unit, resharding
+from ..fsdp import Unit, resharding, unshard_unit
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
@@ -104,7 +104,7 @@ class ModuleUnit:
         """Inside `shard_map`, in place: an ordinary module of the original class with whole parameters."""
         shards = self.slabs(module)
         object.__setattr__(module, "__class__", original_class(module))
-        self.fill(module, self.unit.unshard(shards))
+        self.fill(module, unshard_unit(self.unit, shards))
 
     def fill(self, module: nnx.Module, tensors: dict[str, Any]) -> None:
         """In place: whole tensors where the shards and markers were."""
@@ -194,11 +194,13 @@ def _gathering(method: Callable, name: str) -> Callable:
                 "`value_and_grad` and `apply`; write `apply(lambda model, x: ...)(model, x)`"
             )
         graphdef, params, state = nnx.split((self, args, kwargs), info.wrt, ...)
+        precision = info.unit.precision
 
         def run(params, state):
             unit, args, kwargs = nnx.merge(graphdef, params, state, copy=True)
             info.open(unit)
-            out = getattr(unit, name)(*args, **kwargs)
+            args, kwargs = precision.inputs((args, kwargs))
+            out = precision.outputs(getattr(unit, name)(*args, **kwargs))
             return out, nnx.state((unit, args, kwargs), changing(info))
 
         if info.reshard:

@@ -13,6 +13,9 @@ from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
+from ._precision import MixedPrecision as MixedPrecision
+from ._precision import PrecisionRule as PrecisionRule
+from ._precision import precision_for as precision_for
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._spmd import fold_in_device as fold_in_device
@@ -22,5 +25,6 @@ from ._transform import value_and_grad as value_and_grad
 from ._tree import ShardedTree as ShardedTree
 from ._tree import shard_tree as shard_tree
 from ._unit import Unit as Unit
+from ._unshard import unshard_unit as unshard_unit
 from ._unsharded import unshard as unshard
 from ._unsharded import unsharded as unsharded

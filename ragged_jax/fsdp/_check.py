@@ -36,6 +36,11 @@ def is_traced(leaf: Any) -> bool:
     return isinstance(leaf, Tracer)
 
 
+def canonical_dtype(leaf: Any) -> np.dtype:
+    """What JAX makes of an array's dtype: 64 bits become 32 unless they are enabled."""
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
 def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) and not (
         isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and is_key(leaf)

@@ -66,7 +66,7 @@ def units_of(model: Any) -> list[Unit]:
 def get_layout(model: Any) -> Layout:
     """The layout that a sharded model follows."""
     units = units_of(model)
-    return Layout(units[0].num_shards, tuple(unit.bucket for unit in units))
+    return Layout(units[0].num_shards, tuple(unit.bucket for unit in units), units[0].shares)
 
 
 @singledispatch
@@ -82,6 +82,7 @@ def plan(
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
+    **options: Any,
 ) -> Plan:
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
 
@@ -89,13 +90,14 @@ def plan(
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
       block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
     Example:
       >>> import jax
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    return planner.plan(groups_of(model, block, units, stacked), num_shards)
+    return planner.plan(groups_of(model, block, units, stacked), num_shards, **options)
 
 
 @full_params_registry.register

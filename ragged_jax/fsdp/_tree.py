@@ -13,8 +13,8 @@ from ..layout import BlockRule, Layout, TensorSpec, block_for, elements
 from ..planner import Group, Plan
 from . import _check as check
 from ._layout import make_layout, stack_length
-from ._unit import Unit
-from ._unshard import Arrays
+from ._precision import PrecisionRule, precision_for
+from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
 
@@ -82,6 +82,7 @@ def shard_tree(
     units: TreeUnits = None,
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
+    precision: PrecisionRule = None,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
 
@@ -94,6 +95,7 @@ def shard_tree(
         pattern of their path (`"layers/*"`), several, or a predicate on path and subtree.
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
+      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
 
     Returns:
       The sharded tree.
@@ -113,7 +115,7 @@ def shard_tree(
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(params, units, stacked)
     layout = make_layout([part.group(block) for part in root.walk()], mesh.shape[axes[-1]], plan)
-    return root.build(layout, mesh, axes)
+    return root.build(layout, mesh, axes, precision)
 
 
 def tree_groups(params: Any, block: BlockRule, units: TreeUnits, stacked: TreeUnits) -> list[Group]:
@@ -140,14 +142,14 @@ class _Part:
     def group(self, block: BlockRule) -> Group:
         length = stack_length(self.name, {n: x.shape for n, x in self.own.items()}) if self.stack else None
         specs = (
-            TensorSpec(n, tuple(x.shape[self.stack :]), str(x.dtype), block_for(n, block))
+            TensorSpec(n, tuple(x.shape[self.stack :]), str(check.canonical_dtype(x)), block_for(n, block))
             for n, x in self.own.items()
         )
         return Group(self.name, tuple(specs), length)
 
-    def build(self, layout: Layout, mesh: Mesh, axes: tuple[str, ...]) -> ShardedTree:
-        unit = Unit(layout.bucket(self.name), mesh, axes)
-        children = {name: child.build(layout, mesh, axes) for name, child in self.children.items()}
+    def build(self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule) -> ShardedTree:
+        unit = Unit(layout.bucket(self.name), mesh, axes, layout.shares, precision_for(self.name, precision))
+        children = {name: child.build(layout, mesh, axes, precision) for name, child in self.children.items()}
         return ShardedTree(unit.shard(self.own), children, unit, self.treedef, self.names)
 
 

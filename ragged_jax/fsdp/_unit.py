@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -10,8 +11,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..layout import Bucket, Slab
-from ._check import is_traced
-from ._unshard import Arrays, pack, slab_shape, unshard
+from ._check import canonical_dtype, is_traced
+from ._precision import FULL, MixedPrecision
+from ._slabs import Shares, slab_of, slab_shape, tensors_of, to_stored
+
+Arrays = dict[str, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -22,11 +26,15 @@ class Unit:
       bucket: its layout.
       mesh: the devices.
       axes: the mesh axes that split the batch; the slabs are sharded over the last, replicated over the rest.
+      shares: how many parts of each slab every device holds, when that is not one each.
+      precision: the dtypes of its collectives and of what it computes.
     """
 
     bucket: Bucket
     mesh: Mesh
     axes: tuple[str, ...]
+    shares: Shares = None
+    precision: MixedPrecision = FULL
 
     @property
     def axis(self) -> str:
@@ -35,6 +43,11 @@ class Unit:
     @property
     def num_shards(self) -> int:
         return self.mesh.shape[self.axis]
+
+    @property
+    def share(self) -> int:
+        """Parts of a slab that every device has room for: the largest share."""
+        return max(self.shares or (1,))
 
     @property
     def stacked(self) -> bool:
@@ -50,28 +63,8 @@ class Unit:
 
     def shape(self, slab: Slab) -> tuple[int, ...]:
         """Global shape of the slab's array."""
-        shape = slab_shape(slab, self.num_shards)
+        shape = slab_shape(slab, self.share * self.num_shards)
         return shape if self.bucket.stack is None else (self.bucket.stack, *shape)
-
-    def unshard(self, shards: Arrays) -> Arrays:
-        """Inside `shard_map`: the tensors of (one layer of) the bucket, whole.
-
-        Raises:
-          ValueError: a shard has another shape than the layout says, which happens when a stack is used as a
-            single layer or the reverse.
-        """
-        wrong = []
-        for slab in self.bucket.slabs:
-            expected, got = slab_shape(slab, 1), shards[slab.name].shape
-            if got != expected:
-                wrong.append(f"  {slab.name}: {got} on this device, planned {expected}")
-        if wrong:
-            raise ValueError(
-                f"unit {self.bucket.name or '(root)'!r} does not have the shards of one layer:\n"
-                + "\n".join(wrong)
-                + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
-            )
-        return unshard(self.bucket, shards, self.axis, self.axes)
 
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
@@ -84,32 +77,30 @@ class Unit:
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
 
     def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
-        def one(tensors):
-            return pack(slab, tensors, self.num_shards)
-
-        mine = {p.tensor.name: tensors[p.tensor.name] for p in slab.placements}
-        return jax.vmap(one, axis_size=self.bucket.stack)(mine) if self.stacked else one(mine)
+        return slab_of(slab, tensors, self.num_shards, self.shares, lead=int(self.stacked))
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
-        whole = {p.tensor.name: _on_host(tensors[p.tensor.name]) for p in slab.placements}
-        dtype = next(iter(whole.values())).dtype
-        copies = self.bucket.num_copies
-        flat = {name: x.reshape(copies, -1) for name, x in whole.items()}
+        lead, copies = int(self.stacked), self.bucket.num_copies
+        whole = [(p, _on_host(tensors[p.tensor.name])) for p in slab.placements]
+        dtype = canonical_dtype(whole[0][1])
+        stored = [(p, to_stored(p, x, lead).reshape(copies, -1)) for p, x in whole]
 
         def part(index: Any) -> np.ndarray:
-            rows = index[1 if self.stacked else 0]
-            start, stop, _ = rows.indices(slab.rows * self.num_shards)
-            low, high = start * slab.width, stop * slab.width
-            buffer = np.zeros((copies, high - low), dtype)
-            for placement in slab.placements:
-                first, last = max(low, placement.offset), min(high, placement.stop)
-                if first < last:
-                    source = flat[placement.tensor.name][:, first - placement.offset : last - placement.offset]
-                    buffer[:, first - low : last - low] = source
-            shape = slab_shape(slab, 1)
-            return buffer.reshape((copies, stop - start, *shape[1:]) if self.stacked else (stop - start, *shape[1:]))
+            buffer = np.zeros((copies, slab.shard_numel * self.share), dtype)
+            low, high = self._bounds(slab, (index[lead].start or 0) // max(1, slab.rows * self.share))
+            for placement, flat in stored:
+                start, stop = max(low, placement.offset), min(high, placement.stop)
+                if start < stop:
+                    source = flat[:, start - placement.offset : stop - placement.offset]
+                    buffer[:, start - low : stop - low] = source
+            return buffer.reshape(self.shape(slab)[:lead] + slab_shape(slab, self.share))
 
         return jax.make_array_from_callback(self.shape(slab), self.sharding(slab), part, dtype=dtype)
+
+    def _bounds(self, slab: Slab, k: int) -> tuple[int, int]:
+        """Where shard `k` starts and stops in the slab, in elements."""
+        ends = (0, *accumulate(self.shares or (1,) * self.num_shards))
+        return ends[k] * slab.shard_numel, ends[k + 1] * slab.shard_numel
 
     def full(self, slabs: Mapping[str, Any]) -> dict[str, Any]:
         """The whole tensors from the slabs' arrays: numpy arrays, or traced ones under a trace.
@@ -121,18 +112,11 @@ class Unit:
             array = slabs[slab.name]
             if is_traced(array):
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
+                tensors |= tensors_of(slab, whole, self.shares, lead=int(self.stacked))
             else:
-                whole = _on_host(array)
-            if not slab.sole:
-                whole = whole.reshape((*whole.shape[: self.stacked], -1))
-            for placement in slab.placements:
-                tensor = placement.tensor
-                if not slab.sole:
-                    shape = tensor.shape if self.bucket.stack is None else (self.bucket.stack, *tensor.shape)
-                    part = whole[..., placement.offset : placement.stop].reshape(shape)
-                    tensors[tensor.name] = part if is_traced(part) else part.copy()
-                else:
-                    tensors[tensor.name] = whole
+                whole = tensors_of(slab, _on_host(array), self.shares, lead=int(self.stacked))
+                # A view of a packed slab would keep all of it alive.
+                tensors |= whole if slab.sole else {name: np.array(x) for name, x in whole.items()}
         return tensors
 
 

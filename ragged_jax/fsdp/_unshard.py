@@ -10,98 +10,76 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..layout import Bucket, Slab
-
-Arrays = dict[str, jax.Array]
-
-
-def slab_shape(slab: Slab, num_shards: int) -> tuple[int, ...]:
-    """Shape of a slab's array over `num_shards` shards: natural for a sole slab, 1-D for width 1."""
-    if slab.sole:
-        return (slab.rows * num_shards, *slab.placements[0].tensor.shape[1:])
-    return (slab.rows * num_shards,) if slab.width == 1 else (slab.rows * num_shards, slab.width)
+from ._slabs import slab_of, slab_shape, tensors_of
+from ._unit import Arrays, Unit
 
 
-def unshard(bucket: Bucket, shards: Arrays, axis: str, data_axes: tuple[str, ...]) -> Arrays:
-    """All-gathers a bucket. To be called inside `shard_map` with `axis` manual.
+def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
+    """All-gathers (one layer of) a bucket. To be called inside `shard_map` with the unit's axes manual.
 
     Its gradient is the mean over the data axes of the devices' gradients, born sharded.
 
     Args:
-      bucket: what lies where; of one layer when it is a stack.
+      unit: the bucket on its mesh.
       shards: by slab name, this device's part.
-      axis: the mesh axis that the slabs are sharded over.
-      data_axes: every mesh axis over which the batch is split.
 
     Returns:
       By tensor name, the whole tensors.
+
+    Raises:
+      ValueError: a shard has another shape than the layout says, which happens when a stack is used as a
+        single layer or the reverse.
     """
-    replicas = tuple(a for a in data_axes if a != axis)
-    if replicas:  # cast the shard, not the gathered copy: its transpose, a psum, then adds up shards
+    _check(unit, shards)
+    if replicas := tuple(a for a in unit.axes if a != unit.axis):
+        # Cast the shard, not the gathered copy: its transpose, a psum, then adds up shards.
         shards = {name: lax.pcast(x, replicas, to="varying") for name, x in shards.items()}
     smooth = {name: x for name, x in shards.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-    with jax.named_scope(f"unshard:{bucket.name or 'root'}"):
-        tensors: Arrays = dict(_gather(bucket, axis, data_axes, smooth))  # type: ignore[arg-type]
-        for slab in bucket.slabs:
+    with jax.named_scope(f"unshard:{unit.bucket.name or 'root'}"):
+        tensors: Arrays = dict(_gather(unit, smooth))  # type: ignore[arg-type]
+        for slab in unit.bucket.slabs:
             if slab.name not in smooth:
-                tensors |= _views(slab, lax.all_gather(shards[slab.name], axis, tiled=True))
+                tensors |= tensors_of(slab, lax.all_gather(shards[slab.name], unit.axis, tiled=True), unit.shares)
     return tensors
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(bucket: Bucket, axis: str, data_axes: tuple[str, ...], shards: Arrays) -> Arrays:
+def _check(unit: Unit, shards: Arrays) -> None:
+    wrong = []
+    for slab in unit.bucket.slabs:
+        expected, got = slab_shape(slab, unit.share), shards[slab.name].shape
+        if got != expected:
+            wrong.append(f"  {slab.name}: {got} on this device, planned {expected}")
+    if wrong:
+        raise ValueError(
+            f"unit {unit.bucket.name or '(root)'!r} does not have the shards of one layer:\n"
+            + "\n".join(wrong)
+            + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(unit: Unit, shards: Arrays) -> Arrays:
     tensors: Arrays = {}
-    for slab in bucket.slabs:
+    for slab in unit.bucket.slabs:
         if slab.name in shards:
-            tensors |= _views(slab, lax.all_gather(shards[slab.name], axis, tiled=True))
+            shard = unit.precision.gathered(shards[slab.name])
+            tensors |= tensors_of(slab, lax.all_gather(shard, unit.axis, tiled=True), unit.shares)
     return tensors
 
 
-def _gather_fwd(bucket, axis, data_axes, shards):
-    return _gather(bucket, axis, data_axes, shards), None
+def _gather_fwd(unit, shards):
+    return _gather(unit, shards), None
 
 
-def _gather_bwd(bucket, axis, data_axes, _, grads):
-    with jax.named_scope(f"reduce:{bucket.name or 'root'}"):
-        num_shards, scale = lax.axis_size(axis), 1 / lax.axis_size(data_axes)
-        shards = {}
-        for slab in bucket.slabs:
+def _gather_bwd(unit, _, grads):
+    with jax.named_scope(f"reduce:{unit.bucket.name or 'root'}"):
+        scale, shards = 1 / lax.axis_size(unit.axes), {}
+        for slab in unit.bucket.slabs:
             if slab.placements[0].tensor.name in grads:
-                packed = pack(slab, grads, num_shards)
-                shard = lax.psum_scatter(packed, axis, tiled=True)
+                whole = unit.precision.reduced(slab_of(slab, grads, unit.num_shards, unit.shares))
+                shard = lax.psum_scatter(whole, unit.axis, tiled=True).astype(slab.dtype)
                 shards[slab.name] = shard * jnp.asarray(scale, shard.dtype)
     return (shards,)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
-
-
-def _views(slab: Slab, array: jax.Array) -> Arrays:
-    """The tensors of a whole slab: static slices and free reshapes."""
-    if slab.sole:
-        return {slab.placements[0].tensor.name: array}
-    return {
-        p.tensor.name: array[p.offset // slab.width : p.stop // slab.width].reshape(p.tensor.shape)
-        for p in slab.placements
-    }
-
-
-def pack(slab: Slab, tensors: Arrays, num_shards: int) -> jax.Array:
-    """The whole slab from its tensors, padding zero: the inverse of the views."""
-    if slab.sole:
-        return tensors[slab.placements[0].tensor.name]
-    pieces, end = [], 0
-    shape = slab_shape(slab, num_shards)
-
-    def padding(numel):
-        return jnp.zeros((numel // slab.width, *shape[1:]), slab.dtype)
-
-    for placement in slab.placements:
-        if placement.tensor.numel:
-            if placement.offset > end:
-                pieces.append(padding(placement.offset - end))
-            pieces.append(tensors[placement.tensor.name].reshape(-1, *shape[1:]))
-            end = placement.stop
-    if (rest := slab.rows * slab.width * num_shards - end) > 0:
-        pieces.append(padding(rest))
-    return jnp.concatenate(pieces) if pieces else padding(0)

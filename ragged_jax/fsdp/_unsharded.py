@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 
+from ._precision import FULL
 from ._remat import resharding
 from ._tree import ShardedTree
+from ._unshard import unshard_unit
 
 
 def unshard(tree: ShardedTree) -> Any:
@@ -15,7 +17,7 @@ def unshard(tree: ShardedTree) -> Any:
 
     Units below it stay sharded. What it returns is kept for the backward pass; see `unsharded`.
     """
-    return tree.rebuild(tree.unit.unshard(tree.slabs), tree.children)
+    return tree.rebuild(unshard_unit(tree.unit, tree.slabs), tree.children)
 
 
 def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable:
@@ -37,13 +39,19 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
       ...     return x
     """
 
+    def leaves(args):
+        return jax.tree.leaves(args, is_leaf=_is_sharded)
+
     @wraps(function)
     def wrapped(*args):
-        units = [x for x in jax.tree.leaves(args, is_leaf=_is_sharded) if _is_sharded(x)]
+        units = [x for x in leaves(args) if _is_sharded(x)]
+
+        precision = units[0].unit.precision if units else FULL
 
         def run(*args):
-            opened = jax.tree.map(lambda x: unshard(x) if _is_sharded(x) else x, args, is_leaf=_is_sharded)
-            return function(*opened)
+            parts = [unshard(x) if _is_sharded(x) else precision.inputs(x) for x in leaves(args)]
+            opened = jax.tree.unflatten(jax.tree.structure(args, is_leaf=_is_sharded), parts)
+            return precision.outputs(function(*opened))
 
         return resharding(run, policy, scanned=any(x.unit.stacked for x in units))(*args)
 

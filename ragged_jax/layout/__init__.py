@@ -17,6 +17,7 @@ from ._layout import Location as Location
 from ._layout import Piece as Piece
 from ._overlap import Buffer as Buffer
 from ._overlap import Move as Move
+from ._overlap import Order as Order
 from ._overlap import Segment as Segment
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments
@@ -24,4 +25,10 @@ from ._ragged_shard import RaggedShard as RaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement
 from ._slab import Slab as Slab
+from ._storage import Storage as Storage
+from ._storage import TileRegion as TileRegion
+from ._storage import can_be_tiled as can_be_tiled
+from ._storage import cuts as cuts
+from ._storage import stored_order as stored_order
+from ._storage import tile_regions as tile_regions
 from ._tensor import TensorSpec as TensorSpec

@@ -1,17 +1,19 @@
 """`Layout`: every bucket of a model for a number of shards, as a value."""
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ._errors import STRICT, LayoutError
 from ._json import dump, load
 from ._ragged_shard import RaggedShard
 from ._slab import Bucket, Placement, Slab
+from ._storage import can_be_tiled, cuts
 from ._tensor import TensorSpec
 
 
@@ -28,7 +30,7 @@ class Piece(NamedTuple):
 
     Attributes:
       tensor: the tensor.
-      start, stop: the range in the tensor's row-major order, in elements.
+      start, stop: the range in the tensor's stored order (row-major, unless it is tiled), in elements.
       bucket, slab: names of where it lies.
       offset: where the range starts in the shard's own part of the slab, in elements.
     """
@@ -50,19 +52,36 @@ class Layout:
     Attributes:
       num_shards: how many devices share the model.
       buckets: in the order in which the forward pass needs them.
+      shares: for devices of different memory, how many parts of each slab every device holds, e.g.
+        `(2, 2, 1, 1)`; slabs then give the size of one part. None: one each.
     """
 
     __pydantic_config__ = STRICT
 
     num_shards: int
     buckets: tuple[Bucket, ...]
+    shares: tuple[int, ...] | None = None
 
     @cached_property
     def _locations(self) -> dict[str, Location]:
         return {p.tensor.name: Location(b, s, p) for b in self.buckets for s in b.slabs for p in s.placements}
 
     def __getstate__(self):
-        return {"num_shards": self.num_shards, "buckets": self.buckets}
+        return {"num_shards": self.num_shards, "buckets": self.buckets, "shares": self.shares}
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        """For each shard boundary, from 0 on, the parts of a slab before it."""
+        return tuple(accumulate(self.shares or (1,) * self.num_shards, initial=0))
+
+    @property
+    def num_parts(self) -> int:
+        """Equal parts of each slab: the number of shards, or the sum of the shares."""
+        return self._ends[-1]
+
+    @property
+    def largest_share(self) -> int:
+        return max(self.shares) if self.shares else 1
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
@@ -92,13 +111,21 @@ class Layout:
 
     def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         """For each shard, the `(start, stop)` range of the tensor that it holds, in elements."""
-        _, slab, (tensor, offset) = _unpack(self.locate(name))
-        size, numel = slab.shard_numel, tensor.numel
-        bounds = [min(max(k * size - offset, 0), numel) for k in range(self.num_shards + 1)]
+        _, slab, placement = self.locate(name)
+        size, offset, numel = slab.shard_numel, placement.offset, placement.tensor.numel
+        bounds = [min(max(end * size - offset, 0), numel) for end in self._ends]
         return tuple(pairwise(bounds))
 
     def ragged_shard(self, name: str) -> RaggedShard:
-        """The tensor's placement in the exchange form (dims, local units)."""
+        """The tensor's placement in the exchange form (dims, local units).
+
+        Raises:
+          ValueError: the tensor is stored tile by tile or transposed, which that form cannot say.
+        """
+        placement = self.locate(name).placement
+        if placement.storage != "row_major" or placement.axis_order:
+            how = "transposed" if placement.axis_order else "tile by tile"
+            raise ValueError(f"{name} is stored {how}; RaggedShard speaks of row-major tensors only")
         numels = [stop - start for start, stop in self.ranges(name)]
         return RaggedShard.from_numels(self.locate(name).placement.tensor.shape, numels)
 
@@ -111,16 +138,17 @@ class Layout:
     def _pieces(self, k: int) -> Iterator[Piece]:
         for bucket in self.buckets:
             for slab in bucket.slabs:
-                low, high = k * slab.shard_numel, (k + 1) * slab.shard_numel
-                for tensor, offset in map(_pair, slab.placements):
+                low, high = self._ends[k] * slab.shard_numel, self._ends[k + 1] * slab.shard_numel
+                for placement in slab.placements:
+                    tensor, offset = placement.tensor, placement.offset
                     start, stop = max(low, offset), min(high, offset + tensor.numel)
                     if start < stop:
                         yield Piece(tensor, start - offset, stop - offset, bucket.name, slab.name, start - low)
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes of the model on each device, padding included."""
-        return sum(bucket.shard_nbytes for bucket in self.buckets)
+        """Bytes of the model on each device, padding included; with uneven shares, on the largest."""
+        return self.largest_share * sum(bucket.shard_nbytes for bucket in self.buckets)
 
     @property
     def payload_nbytes(self) -> int:
@@ -129,7 +157,12 @@ class Layout:
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes over all devices that belong to no tensor."""
+        """Bytes over all devices that belong to no tensor, where each device holds its own share."""
+        return self.num_parts * sum(bucket.shard_nbytes for bucket in self.buckets) - self.payload_nbytes
+
+    @property
+    def spmd_padding_nbytes(self) -> int:
+        """The same where every device must hold as much as the largest, as in a JAX array."""
         return self.num_shards * self.shard_nbytes - self.payload_nbytes
 
     @property
@@ -157,7 +190,11 @@ class Layout:
 
     def faults(self) -> list[str]:
         """Every way in which the layout breaks its own rules, by path; empty for a sound one."""
-        found = [] if self.num_shards >= 1 else [f"num_shards is {self.num_shards}, must be at least 1"]
+        if self.num_shards < 1:
+            return [f"num_shards is {self.num_shards}, must be at least 1"]
+        if self.shares is not None and (len(self.shares) != self.num_shards or min(self.shares) < 1):
+            return [f"shares {self.shares} must be {self.num_shards} numbers of at least 1"]
+        found = []
         names = Counter(tensor.name for tensor in self.tensors)
         found += [f"tensor {name!r} lies in {count} places" for name, count in names.items() if count > 1]
         buckets = Counter(bucket.name for bucket in self.buckets)
@@ -174,20 +211,43 @@ class Layout:
             yield f"rows {slab.rows} must be at least 0 and width {slab.width} at least 1"
             return
         if slab.sole:
-            shapes = [p.tensor.shape for p in slab.placements]
-            if len(shapes) != 1 or not shapes[0] or shapes[0][0] != slab.rows * self.num_shards:
-                yield f"a sole slab holds one tensor of {slab.rows * self.num_shards} rows, got {shapes}"
-        end = 0
-        for tensor, offset in map(_pair, slab.placements):
+            shapes = [p.stored_shape for p in slab.placements if not _bad_axis_order(p)]
+            length = slab.rows * self.num_parts
+            if len(shapes) != 1 or not shapes[0] or shapes[0][0] != length:
+                yield f"a sole slab holds one tensor of {length} rows, got {shapes}"
+            if any(p.storage != "row_major" for p in slab.placements):
+                yield "a sole slab keeps its tensor's shape, so it cannot be tiled"
+        end, size = 0, self.num_parts * slab.shard_numel
+        for placement in slab.placements:
+            tensor, offset = placement.tensor, placement.offset
             if tensor.dtype != slab.dtype:
                 yield f"{tensor.name} is {tensor.dtype}, the slab {slab.dtype}"
             if offset < end:
                 yield f"{tensor.name} starts at {offset}, before {end}, where the tensor ahead of it ends"
             end = max(end, offset + tensor.numel)
-            if cut := _first_bad_cut(tensor, offset, slab.shard_numel):
+            if placement.storage == "tiled" and not can_be_tiled(tensor):
+                yield f"{tensor.name} is tiled, but {tensor.block!r} of a shape {tensor.shape} has no tiles"
+            elif fault := _bad_axis_order(placement):
+                yield fault
+            elif cut := self._first_bad_cut(placement, slab.shard_numel):
                 yield f"{tensor.name} is cut inside a block of {tensor.block!r}, at element {cut}"
-        if end > self.num_shards * slab.shard_numel:
-            yield f"tensors end at {end}, the slab at {self.num_shards * slab.shard_numel}"
+        if end > size:
+            yield f"tensors end at {end}, the slab at {size}"
+
+    def _first_bad_cut(self, placement: Placement, part_numel: int) -> int:
+        """The first element of the stored tensor where a shard boundary cuts one of its blocks, or 0."""
+        numel, offset = placement.tensor.numel, placement.offset
+        if numel == 0 or part_numel == 0:
+            return 0
+        granularity, tail = cuts(placement.tensor, placement.storage)
+        first = bisect_right(self._ends, offset // part_numel)
+        for end in self._ends[first:-1]:
+            cut = end * part_numel - offset
+            if cut >= numel:
+                break
+            if cut % granularity or cut > numel - tail:
+                return cut
+        return 0
 
     def check(self) -> "Layout":
         """Returns the layout when it is sound.
@@ -206,24 +266,13 @@ class Layout:
         )
 
 
-def _pair(placement: Placement) -> tuple[TensorSpec, int]:
-    return placement.tensor, placement.offset
-
-
-def _unpack(location: Location) -> tuple[Bucket, Slab, tuple[TensorSpec, int]]:
-    return location.bucket, location.slab, _pair(location.placement)
-
-
-def _first_bad_cut(tensor: TensorSpec, offset: int, shard_numel: int) -> int:
-    """The first element of the tensor where a shard boundary cuts one of its blocks, or 0."""
-    numel, granularity = tensor.numel, tensor.granularity
-    if numel == 0 or shard_numel == 0:
-        return 0
-    first = shard_numel - offset % shard_numel  # distance from the tensor's start to the next boundary
-    if first >= numel:
-        return 0
-    if first % granularity:
-        return first
-    if first + shard_numel < numel and shard_numel % granularity:
-        return first + shard_numel
-    return 0
+def _bad_axis_order(placement: Placement) -> str:
+    """What is wrong with a placement's axis order, or nothing."""
+    tensor, order = placement.tensor, placement.axis_order
+    if order is None:
+        return ""
+    if sorted(order) != list(range(len(tensor.shape))):
+        return f"{tensor.name}: axis_order {order} is no order of the {len(tensor.shape)} dims"
+    if placement.storage != "row_major" or (tensor.granularity != 1 and tensor.block.kind != "whole"):
+        return f"{tensor.name}: blocks of {tensor.block!r} do not lie together when the tensor is transposed"
+    return ""

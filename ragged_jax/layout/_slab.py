@@ -4,17 +4,33 @@ from dataclasses import dataclass
 
 from ._dtypes import itemsize
 from ._errors import STRICT
+from ._storage import Storage
 from ._tensor import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A tensor at a place in a slab: its row-major elements start `offset` elements into the global slab."""
+    """A tensor at a place in a slab.
+
+    Attributes:
+      tensor: the tensor.
+      offset: where its elements start in the global slab, in elements.
+      storage: in which order they lie: `row_major`, or `tiled`, tile after tile.
+      axis_order: for a tensor that is stored transposed, its dims in the order in which they are stored.
+    """
 
     __pydantic_config__ = STRICT
 
     tensor: TensorSpec
     offset: int
+    storage: Storage = "row_major"
+    axis_order: tuple[int, ...] | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The tensor's shape as stored."""
+        shape = self.tensor.shape
+        return shape if self.axis_order is None else tuple(shape[dim] for dim in self.axis_order)
 
     @property
     def stop(self) -> int:
@@ -28,7 +44,7 @@ class Slab:
     Attributes:
       name: unique in its bucket; for a sole slab the tensor's own name.
       dtype: of every element.
-      rows: rows on each shard.
+      rows: rows on each shard (of share 1, where shards are uneven).
       width: elements of a row.
       placements: the tensors in it, by rising offset.
       sole: the slab is one tensor in its natural shape, cut on dim 0, without padding and without a copy.
@@ -45,7 +61,7 @@ class Slab:
 
     @property
     def shard_numel(self) -> int:
-        """Elements on each shard, padding included."""
+        """Elements on each shard (of share 1), padding included."""
         return self.rows * self.width
 
     @property
@@ -85,7 +101,7 @@ class Bucket:
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes on each device, padding included, all layers of a stack."""
+        """Bytes on each device (of share 1), padding included, all layers of a stack."""
         return self.num_copies * sum(slab.shard_nbytes for slab in self.slabs)
 
     @property

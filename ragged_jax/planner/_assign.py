@@ -1,6 +1,7 @@
 """Assigns matrices to owners: balanced work first, then as little movement as that allows."""
 
 import heapq
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import groupby, pairwise
@@ -109,10 +110,10 @@ def _homes(matrices: Iterable[Matrix], layout: Layout) -> dict[Matrix, list[tupl
     homes: dict[Matrix, list[tuple[int, int]]] = defaultdict(list)
     for matrix in matrices:
         _, slab, placement = layout.locate(matrix.tensor)
-        size = slab.shard_numel
+        size, ends = slab.shard_numel, layout._ends
         start = placement.offset + matrix.index * matrix.numel % placement.tensor.numel
         stop = start + matrix.numel
-        first, last = start // size, (stop - 1) // size
+        first, last = (bisect_right(ends, at // size) - 1 for at in (start, stop - 1))
         for k in sorted({first, min(first + 1, last), last}):
-            homes[matrix].append((min(stop, (k + 1) * size) - max(start, k * size), k))
+            homes[matrix].append((min(stop, ends[k + 1] * size) - max(start, ends[k] * size), k))
     return homes

@@ -8,6 +8,7 @@ What it counts, for a bucket that is gathered in forward, gathered again in back
 - copies: a tensor sliced out of a packed slab is read and written once per collective on XLA, not in torch;
 - relayout: on TPU the same again when the slab's rows are not the tensor's own, because arrays lie in tiles
   of (8, 128) there;
+- un-tiling: a tensor stored tile by tile is transposed once per collective, on every backend;
 - launches: a slab more in a collective that is issued as one group (XLA's combiner, NCCL's group call)
   costs a tenth of a collective of its own.
 
@@ -22,7 +23,12 @@ _SLAB_LAUNCH = 0.1
 
 
 def slab_seconds(
-    profile: HardwareProfile, num_shards: int, shard_nbytes: int, copied_nbytes: int, relaid_nbytes: int
+    profile: HardwareProfile,
+    num_shards: int,
+    shard_nbytes: int,
+    copied_nbytes: int = 0,
+    relaid_nbytes: int = 0,
+    untiled_nbytes: int = 0,
 ) -> float:
     """What one slab costs in a step.
 
@@ -32,9 +38,10 @@ def slab_seconds(
       shard_nbytes: bytes on each device, padding included.
       copied_nbytes: unsharded bytes that are sliced out of the slab or laid into it.
       relaid_nbytes: unsharded bytes of tensors whose rows are not the slab's.
+      untiled_nbytes: unsharded bytes of tensors that are stored tile by tile.
     """
     traffic = _COLLECTIVES * (num_shards - 1) * shard_nbytes / profile.link_bandwidth
     state = 2 * _STATE_BYTES_PER_BYTE * shard_nbytes / profile.memory_bandwidth
-    moved = copied_nbytes * profile.unpack_copies + relaid_nbytes * (profile.tile is not None)
+    moved = copied_nbytes * profile.unpack_copies + relaid_nbytes * (profile.tile is not None) + untiled_nbytes
     copies = _COLLECTIVES * 2 * moved / profile.memory_bandwidth
     return traffic + state + copies + _COLLECTIVES * _SLAB_LAUNCH * profile.latency

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..layout import Layout, Segment
+from ..layout import Layout, Placement, Segment, tile_regions
 
 SHARDED = -1
 """The owner of a matrix whose multiplications are sharded over all devices."""
@@ -49,10 +49,20 @@ class Matrix:
         return s * s * (2 * l + s)
 
 
+def _members_lie_together(placement: Placement) -> bool:
+    """Whether each matrix of a stack is contiguous in storage."""
+    num_lead = len(placement.tensor.shape) - 2
+    if placement.axis_order is not None and placement.axis_order[:num_lead] != tuple(range(num_lead)):
+        return False
+    return placement.storage == "row_major" or len(tile_regions(placement.tensor)) == 1
+
+
 def matrices(
     layout: Layout, sizes: Mapping[str, tuple[int, int] | None] | Iterable[str] | None = None
 ) -> tuple[Matrix, ...]:
     """The matrices of a layout's tensors, sorted by tensor and index.
+
+    Rows and columns are those of the tensor as it is stored, which may be transposed.
 
     Args:
       layout: whose tensors.
@@ -60,7 +70,8 @@ def matrices(
         the last two dims (convolutions). By default every tensor with at least two dims.
 
     Raises:
-      ValueError: a tensor has fewer than two dims, or is not a stack of matrices of the given size.
+      ValueError: a tensor has fewer than two dims, is not a stack of matrices of the given size, or is stored so
+        that the matrices of its stack do not lie together.
 
     Example:
       >>> from ragged_jax.layout import TensorSpec
@@ -72,13 +83,16 @@ def matrices(
     wanted = sizes if isinstance(sizes, Mapping) or sizes is None else dict.fromkeys(sizes)
     found, faults = [], []
     for bucket in layout.buckets:
-        for tensor in bucket.tensors:
+        for placement in (p for slab in bucket.slabs for p in slab.placements):
+            tensor = placement.tensor
             if (wanted is not None and tensor.name not in wanted) or not tensor.numel:
                 continue
-            size = (wanted or {}).get(tensor.name) or tensor.shape[-2:]
+            size = (wanted or {}).get(tensor.name) or placement.stored_shape[-2:]
             if len(size) == 2 and min(size) > 0 and tensor.numel % (size[0] * size[1]) == 0:
-                count = bucket.num_copies * tensor.numel // (size[0] * size[1])
-                found += [Matrix(tensor.name, index, *size) for index in range(count)]
+                count = tensor.numel // (size[0] * size[1])
+                if count > 1 and not _members_lie_together(placement):
+                    faults.append(f"{tensor.name} is a stack whose members do not lie together as it is stored")
+                found += [Matrix(tensor.name, index, *size) for index in range(count * bucket.num_copies)]
             elif wanted is not None:
                 faults.append(f"{tensor.name} of shape {tensor.shape} is not a stack of {size or 'matrices'}")
     if faults:

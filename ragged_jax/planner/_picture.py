@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..layout import Bucket, Layout
+from ..layout import Bucket, Layout, Slab
 from ._table import size
 
 _MAX_ROWS = 8  # buckets drawn; equal layers are drawn once
@@ -57,7 +57,7 @@ def draw(layout: Layout, path: str | Path, *, title: str = "") -> None:
     FigureCanvasAgg(figure)
     all_axes = figure.subplots(len(rows), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     for axes, (bucket, copies) in zip(all_axes, rows, strict=True):
-        _draw_bucket(axes, layout.num_shards, bucket, copies)
+        _draw_bucket(axes, layout, bucket, copies)
     all_axes[-1].set_xlabel("shard")
     note = f"  ({hidden} more kinds of buckets not drawn)" if hidden else ""
     heading = title or (
@@ -79,24 +79,28 @@ def _distinct(layout: Layout) -> list[tuple[Bucket, int]]:
     return [(bucket, counts[key]) for key, bucket in first.items()]
 
 
-def _draw_bucket(axes, num_shards: int, bucket: Bucket, copies: int) -> None:
+def _draw_bucket(axes, layout: Layout, bucket: Bucket, copies: int) -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
+    num_shards, shares = layout.num_shards, layout.shares or (1,) * layout.num_shards
     colours: dict[str, str] = {}
     boxes: dict[str | None, list[list[tuple[float, float]]]] = {None: []}  # by colour; None is padding
-    total = max(1, sum(slab.shard_nbytes for slab in bucket.slabs))
-    base, lines = 0, []
+    part_nbytes = sum(slab.shard_nbytes for slab in bucket.slabs)
+    total = max(1, layout.largest_share * part_nbytes)
+    base, lines = [0] * num_shards, []
     for slab in bucket.slabs:
         scale = slab.shard_nbytes / max(1, slab.shard_numel)
-        for k in range(num_shards):
-            for name, start, stop in _pieces(slab, k):
+        low = 0
+        for k, share in enumerate(shares):
+            for name, start, stop in _pieces(slab, low, low + share * slab.shard_numel):
                 if name is not None and name not in colours:
                     colours[name] = _COLOURS[len(colours) % len(_COLOURS)]
-                box = _box(k, num_shards, base + start * scale, base + stop * scale)
+                box = _box(k, num_shards, base[k] + start * scale, base[k] + stop * scale)
                 boxes.setdefault(None if name is None else colours[name], []).append(box)
-        base += slab.shard_nbytes
-        lines.append(base)
+            base[k] += share * slab.shard_nbytes
+            low += share * slab.shard_numel
+        lines.append(base[0])
     padding = boxes.pop(None)
     axes.add_collection(PolyCollection(padding, **_PADDING))
     edge = 0.3 if len(colours) <= 100 else 0
@@ -111,7 +115,7 @@ def _draw_bucket(axes, num_shards: int, bucket: Bucket, copies: int) -> None:
         largest = [*largest[: _MAX_LEGEND - 1], rest]
     if padding:
         largest.append(Patch(**{**_PADDING, "linewidth": 0.5}, label="padding"))
-    if len(lines) <= 40:
+    if len(lines) <= 40 and not layout.shares:
         axes.hlines(lines[:-1], 0, num_shards, color="white", linewidth=1.6)
     axes.set_xlim(0, num_shards)
     axes.set_ylim(0, total)
@@ -122,9 +126,9 @@ def _draw_bucket(axes, num_shards: int, bucket: Bucket, copies: int) -> None:
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
     times = f"  x {copies}" if copies > 1 else ""
-    share = num_shards * total / sum(payload.values()) - 1 if sum(payload.values()) else 0.0
+    padded = layout.num_parts * part_nbytes / sum(payload.values()) - 1 if sum(payload.values()) else 0.0
     axes.set_title(
-        f"{bucket.name or '(root)'}{times}   {size(total)} on each shard, padding {100 * share:.2f} %",
+        f"{bucket.name or '(root)'}{times}   {size(total)} on each shard, padding {100 * padded:.2f} %",
         fontsize=9,
         loc="left",
     )
@@ -134,9 +138,8 @@ def _draw_bucket(axes, num_shards: int, bucket: Bucket, copies: int) -> None:
     )
 
 
-def _pieces(slab, k: int) -> Iterator[tuple[str | None, int, int]]:
-    """What lies on shard `k` of a slab, from its start: `(tensor or None for padding, start, stop)`."""
-    low, high = k * slab.shard_numel, (k + 1) * slab.shard_numel
+def _pieces(slab: Slab, low: int, high: int) -> Iterator[tuple[str | None, int, int]]:
+    """What lies in a range of a slab, counted from its start: `(tensor or None for padding, start, stop)`."""
     end = low
     for placement in slab.placements:
         start, stop = max(low, placement.offset), min(high, placement.stop)

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..layout import Bucket, Layout, segments
+from ..layout import Bucket, Layout, Order, segments
 from ._exchange import Exchange, exchange
 from ._hardware import HardwareProfile
 from ._owners import OwnerPlan
@@ -39,17 +39,18 @@ def redistribution(
     limit = group_nbytes or max((bucket.shard_nbytes for bucket in target.buckets), default=0)
     stack_of = {tensor.name: bucket.num_copies for bucket in source.buckets for tensor in bucket.tensors}
     for buckets in _merged(target.buckets, limit):
-        groups: dict[tuple[str, int], set[str]] = defaultdict(set)
+        groups: dict[tuple[str, int, Order], set[str]] = defaultdict(set)
         for bucket in buckets:
             for tensor in bucket.tensors:
                 alike = stack_of[tensor.name] == bucket.num_copies
-                groups[tensor.dtype, bucket.num_copies if alike else 1].add(tensor.name)
-        for (dtype, num_copies), names in sorted(groups.items()):
+                order = "stored" if _stored_alike(source, target, tensor.name) else "row_major"
+                groups[tensor.dtype, bucket.num_copies if alike else 1, order].add(tensor.name)
+        for (dtype, num_copies, order), names in sorted(groups.items()):
             per_layer = num_copies > 1
             exchanges.append(
                 exchange(
-                    _segments_of(source, source.buckets, names, per_layer),
-                    _segments_of(target, buckets, names, per_layer),
+                    _segments_of(source, source.buckets, names, per_layer, order),
+                    _segments_of(target, buckets, names, per_layer, order),
                     profile,
                     dtype=dtype,
                     name=" + ".join(b.name or "(root)" for b in buckets),
@@ -62,9 +63,19 @@ def redistribution(
     return tuple(exchanges)
 
 
-def _segments_of(layout: Layout, buckets: Sequence[Bucket], names: set[str], per_layer: bool):
+def _segments_of(layout: Layout, buckets: Sequence[Bucket], names: set[str], per_layer: bool, order: Order):
     some = tuple(b for b in buckets if any(t.name in names for t in b.tensors))
-    return segments(Layout(layout.num_shards, some), names=names, per_layer=per_layer)
+    part = Layout(layout.num_shards, some, layout.shares)
+    return segments(part, names=names, per_layer=per_layer, order=order)
+
+
+def _stored_alike(source: Layout, target: Layout, name: str) -> bool:
+    """Whether the tensor's elements lie in the same order in both layouts."""
+    a, b = source.locate(name).placement, target.locate(name).placement
+    tiles = (a.tensor.block, a.tensor.shape) == (b.tensor.block, b.tensor.shape)
+    if (a.storage, a.axis_order) != (b.storage, b.axis_order):
+        return False
+    return tiles if a.storage == "tiled" else a.axis_order is None or a.tensor.shape == b.tensor.shape
 
 
 def _merged(buckets: Sequence[Bucket], limit: float) -> Iterator[tuple[Bucket, ...]]:
@@ -130,7 +141,7 @@ def owner_exchange(
     wanted = owners.segments()
     return tuple(
         exchange(
-            segments(layout, names=names),
+            segments(layout, names=names, order="stored"),
             [[s for s in device if s.tensor in names] for device in wanted],
             profile,
             dtype=kind,

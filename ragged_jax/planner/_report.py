@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from ..layout import Layout
+from ..layout import Bucket, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +14,7 @@ class BucketReport:
       num_sole: tensors in a slab of their own.
       num_packed: tensors that share a slab.
       payload_nbytes: bytes of the tensors, unsharded.
-      shard_nbytes: bytes on each device.
+      shard_nbytes: bytes on each device (of share 1, where shares are uneven).
       bound_nbytes: no plan with these slabs could use fewer bytes on each device.
       floor_nbytes: no layout at all that keeps blocks whole could, in slabs or otherwise.
       unshard_nbytes: bytes of the gathered bucket (of one layer, for a stack).
@@ -28,6 +28,22 @@ class BucketReport:
     bound_nbytes: int
     floor_nbytes: int
     unshard_nbytes: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, num_shards: int) -> "BucketReport":
+        """The figures of a bucket of unknown origin, for which no bound is known but what it holds itself."""
+        num_sole = sum(slab.sole for slab in bucket.slabs)
+        least = -(-bucket.payload_nbytes // num_shards)
+        return cls(
+            name=bucket.name,
+            num_sole=num_sole,
+            num_packed=len(bucket.tensors) - num_sole,
+            payload_nbytes=bucket.payload_nbytes,
+            shard_nbytes=bucket.shard_nbytes,
+            bound_nbytes=least,
+            floor_nbytes=least,
+            unshard_nbytes=num_shards * bucket.shard_nbytes // max(1, bucket.num_copies),
+        )
 
     def named(self, name: str, stack: int | None) -> "BucketReport":
         """The figures of a bucket like this one, which is of one layer, under a name of its own."""
@@ -56,18 +72,18 @@ class Plan:
 
     @property
     def shard_nbytes(self) -> int:
-        """Bytes on each device."""
-        return sum(bucket.shard_nbytes for bucket in self.buckets)
+        """Bytes on each device; with uneven shares, on the largest."""
+        return self.layout.largest_share * sum(bucket.shard_nbytes for bucket in self.buckets)
 
     @property
     def bound_nbytes(self) -> int:
         """Bytes on each device that no plan with these slabs could beat."""
-        return sum(bucket.bound_nbytes for bucket in self.buckets)
+        return self.layout.largest_share * sum(bucket.bound_nbytes for bucket in self.buckets)
 
     @property
     def floor_nbytes(self) -> int:
         """Bytes on each device that no layout with whole blocks could beat, in these slabs or otherwise."""
-        return sum(bucket.floor_nbytes for bucket in self.buckets)
+        return self.layout.largest_share * sum(bucket.floor_nbytes for bucket in self.buckets)
 
     @property
     def padding_fraction(self) -> float:
@@ -86,15 +102,16 @@ class Plan:
 
     def _fraction(self, shard_nbytes: int) -> float:
         payload = sum(bucket.payload_nbytes for bucket in self.buckets)
-        return (self.layout.num_shards * shard_nbytes - payload) / payload if payload else 0.0
+        total = self.layout.num_parts * shard_nbytes // self.layout.largest_share
+        return (total - payload) / payload if payload else 0.0
 
     @property
     def optimal(self) -> bool:
         """Whether the plan reaches its bound."""
         return self.shard_nbytes == self.bound_nbytes
 
-    def table(self):
-        """The report as a `rich` table, one line a bucket."""
+    def table(self, *, bound: bool = True):
+        """The report as a `rich` table, one line for each kind of bucket, with or without its bound."""
         from ._table import plan_table
 
-        return plan_table(self)
+        return plan_table(self, bound)

@@ -13,13 +13,15 @@ from functools import cached_property, partial
 from itertools import combinations, groupby
 from typing import NamedTuple
 
-from ._bound import lower_bound
+from ._bound import capacity_bound, lower_bound
 from ._cost import slab_seconds
 from ._hardware import HardwareProfile
 from ._pack import Packing, pack
 from ._place import Item
 
 _MAX_CLASSES = 6  # 203 set partitions; 7 have 877
+_MAX_GIANTS = 4  # kinds that may be set apart from the rest for their size
+_WORTH = 1e-3  # a gain below this part of a bucket's cost is not worth a search
 
 
 class Member(NamedTuple):
@@ -33,6 +35,7 @@ class Member(NamedTuple):
       row: elements of its own rows; 0 for a vector, which has none.
       fit: what the width of a slab that holds it must divide.
       copies: how many there are.
+      tiled: whether it is stored tile by tile, which takes a transposing copy to read.
     """
 
     kind: int
@@ -42,6 +45,7 @@ class Member(NamedTuple):
     row: int
     fit: int
     copies: int
+    tiled: bool = False
 
 
 class Filled(NamedTuple):
@@ -52,14 +56,18 @@ class Filled(NamedTuple):
       shard_numel: elements on each shard.
       bound_numel: the slab's proven lower bound, in elements.
       placed: `(index of a kind, offset in elements)` by rising offset.
+      tiled: the kinds that are stored tile by tile.
       sole: the tensor keeps its shape.
+      axis_order: or has its dims in this order.
     """
 
     width: int
     shard_numel: int
     bound_numel: int
     placed: tuple[tuple[int, int], ...]
+    tiled: frozenset[int] = frozenset()
     sole: bool = False
+    axis_order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,24 +124,31 @@ class Pool:
 
     def seconds(self, shard_numel: int) -> float:
         """What the slab costs a step when each shard has so many elements."""
-        copied, relaid = self._moved
+        copied, relaid, untiled = self._moved
         if shard_numel * self.num_shards == copied and len(self.members) == 1 == self.members[0].copies:
             copied = 0  # the tensor is the slab
-        nbytes = (shard_numel * self.itemsize, copied * self.itemsize, relaid * self.itemsize)
-        return slab_seconds(self.profile, self.num_shards, *nbytes)
+        numels = (shard_numel, copied, relaid, untiled)
+        return slab_seconds(self.profile, self.num_shards, *(numel * self.itemsize for numel in numels))
 
     @cached_property
-    def _moved(self) -> tuple[int, int]:
-        """Elements that are sliced out of the slab, and those of tensors whose rows are not the slab's."""
-        moved = [(m.numel * m.copies, m.row not in (0, self.width)) for m in self.members]
-        return sum(n for n, _ in moved), sum(n for n, other in moved if other)
+    def _moved(self) -> tuple[int, int, int]:
+        """Elements that are sliced out, those of tensors whose rows are not the slab's, and those un-tiled."""
+        copied = relaid = untiled = 0
+        for m in self.members:
+            if m.tiled:
+                untiled += m.numel * m.copies
+            else:
+                copied += m.numel * m.copies
+                relaid += m.numel * m.copies * (m.row not in (0, self.width))
+        return copied, relaid, untiled
 
     def filled(self) -> Filled:
         assert self.packing is not None
         real = [member for member in self.members if member.numel]
         empty = [(m.kind, 0) for m in self.members if not m.numel for _ in range(m.copies)]
         placed = [(real[item].kind, offset * self.unit) for item, offset in self.packing.placed]
-        return Filled(self.width, self.shard_numel, self.unit * self.packing.bound, tuple(empty + placed))
+        tiled = frozenset(m.kind for m in self.members if m.tiled)
+        return Filled(self.width, self.shard_numel, self.unit * self.packing.bound, tuple(empty + placed), tiled)
 
 
 def to_item(member: Member, unit: int) -> Item:
@@ -173,7 +188,7 @@ class Divider:
           The pools. Tensors of `alone` that are in none keep slabs of their own; where filling gaps with them
           is what it takes to need no more than the usual rule, some are pooled.
         """
-        apart = self._search(members, frozenset())
+        apart = self._giants_apart(members, self._search(members, frozenset()))
         if not alone or not members:
             return apart
         needed = sum(p.shard_numel for p in apart) + sum(m.numel * m.copies for m in alone) // self.num_shards
@@ -184,6 +199,24 @@ class Divider:
         pooled = {m.kind for pool in filled for m in pool.members}
         left = sum(m.numel * m.copies for m in alone if m.kind not in pooled) // self.num_shards
         return filled if sum(pool.shard_numel for pool in filled) + left < needed else apart
+
+    def _giants_apart(self, members: Sequence[Member], pools: list[Pool]) -> list[Pool]:
+        """The pools, or the largest kinds in one pool and the rest divided anew where that pads less.
+
+        A few kinds (experts) may be most of a bucket; a common multiple that they bear well need not be forced
+        on the rest, even where granularities are the same.
+        """
+        needed = sum(pool.shard_numel for pool in pools)
+        by_size = sorted((m for m in members if m.numel), key=lambda m: (-m.numel * m.copies, m.kind))
+        for k in range(1, min(len(by_size), _MAX_GIANTS + 1)):
+            giants, rest = tuple(by_size[:k]), by_size[k:]
+            least = capacity_bound([to_item(m, 1) for m in rest], self.num_shards)
+            pool = self._pool(giants, needed - least - 1)
+            if pool.is_possible:
+                divided = [pool, *self._search([m for m in members if m not in giants], frozenset())]
+                if (numel := sum(pool.shard_numel for pool in divided)) < needed:
+                    pools, needed = divided, numel
+        return pools
 
     def _pool(self, members: tuple[Member, ...], limit: int | None) -> Pool:
         return Pool(members, self.num_shards, self.itemsize, self.align, self.profile, limit)
@@ -220,7 +253,7 @@ class Divider:
             lower = partial(seconds, at_bound=True)
             divisions = _partitions(singles) if len(singles) <= _MAX_CLASSES else _merges(singles, lower)
             for bound, masks in sorted((lower(masks), masks) for masks in divisions):
-                if bound >= cost:
+                if bound >= cost * (1 - _WORTH):
                     break
                 if not all(pool(mask).is_possible for mask in masks) or seconds(masks) >= cost:
                     continue
@@ -238,7 +271,7 @@ class Divider:
         for m in pool.members:
             if m.kind in alone:
                 shard_nbytes = m.numel // self.num_shards * self.itemsize
-                seconds += m.copies * slab_seconds(self.profile, self.num_shards, shard_nbytes, 0, 0)
+                seconds += m.copies * slab_seconds(self.profile, self.num_shards, shard_nbytes)
         left = self._pool(rest, None) if rest else None
         return left, seconds + (left.seconds(left.shard_numel) if left else 0.0)
 

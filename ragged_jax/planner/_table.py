@@ -1,8 +1,13 @@
 """The report of a plan as a table for people."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from ._report import Plan
+from ._report import BucketReport, Plan
 
 
 def size(nbytes: int | float) -> str:
@@ -14,27 +19,51 @@ def size(nbytes: int | float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: Plan, with_bound: bool = True) -> Table:
+    """One line for each kind of bucket, with how many are alike, and the total."""
     layout = plan.layout
     table = Table(
         title=f"{layout.num_shards} shards, {len(layout.tensors)} tensors, layout {layout.fingerprint}",
-        caption=f"padding {100 * plan.padding_fraction:.2f} %, lower bound {100 * plan.bound_fraction:.2f} %",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    table.add_column("bucket")
-    for heading in ("sole", "packed", "unsharded", "per device", "padding"):
-        table.add_column(heading, justify="right")
-    for bucket in plan.buckets:
-        payload = bucket.payload_nbytes
-        padding = layout.num_shards * bucket.shard_nbytes / payload - 1 if payload else 0
-
+    table.add_column("bucket", overflow="fold")  # the one that gives way on a narrow terminal
+    headings = ["number", "sole", "packed", "in all", "per device", "padding", "bound"]
+    for heading in headings if with_bound else headings[:-1]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for bucket, count in _alike(plan.buckets):
         table.add_row(
             bucket.name or "(root)",
+            str(count),
             str(bucket.num_sole),
             str(bucket.num_packed),
-            size(payload),
+            size(bucket.payload_nbytes),
             size(bucket.shard_nbytes),
-            f"{100 * padding:.2f} %",
+            _padding(bucket.shard_nbytes, bucket, layout.num_parts),
+            *([_padding(bucket.bound_nbytes, bucket, layout.num_parts)] if with_bound else []),
         )
     table.add_section()
-    table.add_row("total", "", "", size(layout.payload_nbytes), size(layout.shard_nbytes), "")
+    table.add_row(
+        "total",
+        str(len(plan.buckets)),
+        str(sum(bucket.num_sole for bucket in plan.buckets)),
+        str(sum(bucket.num_packed for bucket in plan.buckets)),
+        size(sum(bucket.payload_nbytes for bucket in plan.buckets)),
+        size(plan.shard_nbytes),
+        f"{100 * plan.padding_fraction:.2f} %",
+        *([f"{100 * plan.bound_fraction:.2f} %"] if with_bound else []),
+    )
     return table
+
+
+def _padding(shard_nbytes: int, bucket: BucketReport, num_parts: int) -> str:
+    if not bucket.payload_nbytes:
+        return "0.00 %"
+    return f"{100 * (num_parts * shard_nbytes / bucket.payload_nbytes - 1):.2f} %"
+
+
+def _alike(buckets: Sequence[BucketReport]) -> list[tuple[BucketReport, int]]:
+    """The first bucket of each run of buckets with the same figures, and how long the run is."""
+    runs = groupby(buckets, key=lambda bucket: replace(bucket, name=""))
+    return [(members[0], len(members)) for _, run in runs if (members := list(run))]

@@ -1,0 +1,196 @@
+"""The command `ragged-jax`: plan a model's layout, look at one.
+
+ragged-jax plan SHAPES.json -n 64 --block rows:32
+ragged-jax show LAYOUT.json
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ._shapes import model_groups, num_params, read_shapes
+from .layout import Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
+from .planner import PROFILES, BucketReport, Plan, advise, draw, plan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status: 0, or 2 with one message for what the user can mend."""
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        return 0
+    except (ValueError, ImportError, OSError) as error:
+        print(f"ragged-jax {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def block_rule(text: str) -> Block:
+    """Reads `element`, `elements:256`, `row`, `rows:32`, `tile:128x128` (or `128x128`) and `whole`.
+
+    Example:
+      >>> block_rule("rows:32"), block_rule("128x128")
+      (rows(32), tile(128, 128))
+    """
+    kind, _, sizes = text.partition(":")
+    if kind and "x" in kind and not sizes:
+        kind, sizes = "tile", kind
+    try:
+        numbers = [int(number) for number in sizes.split("x")] if sizes else []
+        match kind, numbers:
+            case (("element" | "elements"), []):
+                return elements(1)
+            case (("element" | "elements"), [n]):
+                return elements(n)
+            case (("row" | "rows"), []):
+                return rows(1)
+            case (("row" | "rows"), [n]):
+                return rows(n)
+            case "tile", [r, c]:
+                return tile(r, c)
+            case "whole", []:
+                return whole()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    raise argparse.ArgumentTypeError(
+        f"{text!r} is not a block; write element, elements:256, row, rows:32, tile:128x128 or whole"
+    )
+
+
+def _rule(texts: Sequence[str]) -> BlockRule:
+    """One block for all, or `PATTERN=BLOCK` by name; what no pattern matches may be cut anywhere."""
+    try:
+        if len(texts) == 1 and "=" not in texts[0]:
+            return block_rule(texts[0])
+        rule = {}
+        for text in texts:
+            pattern, _, block = text.rpartition("=")
+            rule[pattern or "*"] = block_rule(block)
+        return rule
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--block {error}") from None
+
+
+def _merge(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _shares(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ragged-jax", description="Layouts that cut a tensor only where its structure allows."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("plan", help="choose a layout and say what it costs")
+    command.set_defaults(run=_plan)
+    command.add_argument(
+        "shapes",
+        help="a shapes file, a safetensors file or index, or module:factory, which returns a Flax model",
+    )
+    command.add_argument("-n", "--num-shards", type=int, required=True)
+    command.add_argument(
+        "--block",
+        nargs="+",
+        default=["row"],
+        metavar="BLOCK",
+        help="what must stay on one device: element, elements:256, row, rows:32, tile:128x128, whole; or "
+        "several PATTERN=BLOCK, the first that matches a tensor's name wins. Default: row",
+    )
+    command.add_argument("--profile", choices=sorted(PROFILES), default="h100", help="the machine")
+    command.add_argument("--storage", choices=("row_major", "tiled", "auto"), default="row_major")
+    command.add_argument("--merge", type=_merge, default=1, metavar="LAYERS", help="layers in a bucket, or auto")
+    command.add_argument("--shares", type=_shares, metavar="2,2,1,1", help="for devices of different memory")
+    command.add_argument("-o", "--output", type=Path, metavar="LAYOUT.json", help="write the layout")
+    _add_output(command)
+
+    command = commands.add_parser("show", help="what a layout file says")
+    command.set_defaults(run=_show)
+    command.add_argument("layout", type=Path, metavar="LAYOUT.json")
+    _add_output(command)
+    return parser
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", action="store_true", help="figures as JSON, nothing else")
+    command.add_argument("--png", type=Path, metavar="FILE", help="draw the layout; needs matplotlib")
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    rule = _rule(args.block)
+    groups = model_groups(args.shapes, rule) if _is_factory(args.shapes) else read_shapes(args.shapes, rule)
+    options = {"profile": args.profile, "storage": args.storage, "merge": args.merge, "shares": args.shares}
+    start = time.perf_counter()
+    made = plan(groups, args.num_shards, **options)
+    seconds = time.perf_counter() - start
+    if args.output:
+        args.output.write_text(made.layout.to_json())
+    if args.png:
+        draw(made.layout, args.png)
+    advice = advise(groups, args.num_shards, **options)
+    if args.json:
+        bound = {
+            "lower_bound_fraction": made.bound_fraction,
+            "any_layout_fraction": made.floor_fraction,
+            "optimal": made.optimal,
+            "plan_seconds": seconds,
+            "advice": list(advice),
+        }
+        print(json.dumps({"params": num_params(groups), **_figures(made), **bound}))
+        return 0
+    console = Console()
+    console.print(made.table())
+    gap = 100 * (made.padding_fraction - made.bound_fraction)
+    verdict = "optimal for these slabs" if made.optimal else f"{gap:.2f} points above the bound for these slabs"
+    console.print(f"{num_params(groups):,} parameters, {verdict}, planned in {seconds:.3f} s", highlight=False)
+    for line in advice:
+        console.print(f"- {line}", highlight=False)
+    return 0
+
+
+def _is_factory(source: str) -> bool:
+    return ":" in source and not Path(source).exists()
+
+
+def _show(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    try:
+        layout = Layout.from_json(args.layout.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{args.layout}: {error.strerror or error}") from None
+    except LayoutError as error:
+        raise LayoutError(f"{args.layout}: {error}") from None
+    made = Plan(layout, tuple(BucketReport.of(bucket, layout.num_parts) for bucket in layout.buckets))
+    if args.png:
+        draw(layout, args.png)
+    if args.json:
+        print(json.dumps({"params": sum(t.numel for t in layout.tensors), **_figures(made)}))
+    else:
+        Console().print(made.table(bound=False))
+    return 0
+
+
+def _figures(made: Plan) -> dict[str, float | int | str]:
+    layout = made.layout
+    slabs = [slab for bucket in layout.buckets for slab in bucket.slabs]
+    sole = sum(slab.payload_numel for slab in slabs if slab.sole)
+    return {
+        "num_shards": layout.num_shards,
+        "num_tensors": len(layout.tensors),
+        "num_buckets": len(layout.buckets),
+        "num_slabs": len(slabs),
+        "padding_fraction": made.padding_fraction,
+        "max_shard_nbytes": made.shard_nbytes,
+        "spmd_padding_nbytes": layout.spmd_padding_nbytes,
+        "sole_fraction": sole / max(1, sum(slab.payload_numel for slab in slabs)),
+        "fingerprint": layout.fingerprint,
+    }

@@ -1,0 +1,194 @@
+"""The command line: tables, JSON, pictures, layout files, models of all kinds; one clear error for the rest."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ragged_jax import _shapes
+from ragged_jax._shapes import ShapesError, groups_from, model_groups, num_params, read_shapes
+from ragged_jax.cli import block_rule, main
+from ragged_jax.layout import Layout, elements, rows, tile, whole
+
+MODELS = Path(__file__).parent.parent / "benchmarks" / "models"
+GPT2 = str(MODELS / "gpt2_124m.json")
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main(arguments)
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_plan_and_show(capsys, tmp_path):
+    layout, picture = str(tmp_path / "layout.json"), tmp_path / "layout.png"
+    status, out, err = run(capsys, "plan", GPT2, "-n", "8", "--block", "rows:32", "-o", layout, "--png", str(picture))
+    assert (status, err) == (0, "")
+    assert "124,439,808 parameters, optimal for these slabs" in out
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+    status, out, err = run(capsys, "show", layout)
+    assert (status, err) == (0, "")
+    assert Layout.from_json(Path(layout).read_bytes()).fingerprint in out
+
+
+def test_json_figures(capsys, tmp_path):
+    layout = str(tmp_path / "layout.json")
+    status, out, _ = run(capsys, "plan", GPT2, "-n", "64", "--block", "rows:32", "--json", "-o", layout)
+    figures = json.loads(out)
+    assert status == 0
+    assert figures["params"] == 124_439_808
+    assert figures["num_shards"] == 64
+    assert 0.38 < figures["padding_fraction"] < 0.40
+    assert figures["lower_bound_fraction"] <= figures["padding_fraction"]
+    assert figures["plan_seconds"] < 5
+    assert figures["advice"][0].startswith("64 shards: 39.04 % padding")
+    shown = json.loads(run(capsys, "show", layout, "--json")[1])
+    assert shown == {key: figures[key] for key in shown}
+
+
+def test_options_reach_the_planner(capsys):
+    tiled = ("plan", GPT2, "-n", "64", "--block", "32x32", "--storage", "tiled", "--json")
+    assert json.loads(run(capsys, *tiled)[1])["padding_fraction"] < 0.02
+    blocks = ("--block", "*attn*=rows:32", "*=row", "--shares", "2,1", "--merge", "2", "--profile", "v5p")
+    status, out, _ = run(capsys, "plan", GPT2, "-n", "2", *blocks, "--json")
+    assert status == 0
+    assert json.loads(out)["num_buckets"] == 8
+
+
+def test_python_m():
+    command = [sys.executable, "-m", "ragged_jax", "plan", GPT2, "-n", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["num_tensors"] == 148
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("element", elements(1)),
+        ("elements:256", elements(256)),
+        ("row", rows(1)),
+        ("rows:32", rows(32)),
+        ("tile:8x128", tile(8, 128)),
+        ("128x128", tile(128, 128)),
+        ("whole", whole()),
+    ],
+)
+def test_blocks(text, block):
+    assert block_rule(text) == block
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("plan", "missing.json", "-n", "4"), "missing.json: No such file"),
+        (("plan", __file__, "-n", "4"), "not JSON"),
+        (("plan", GPT2, "-n", "0"), "num_shards must be an integer of at least 1, got 0"),
+        (("plan", GPT2, "-n", "4", "--block", "columns:3"), "'columns:3' is not a block; write element"),
+        (("plan", GPT2, "-n", "4", "--block", "rows:0"), "integers of at least 1"),
+        (("plan", GPT2, "-n", "4", "--shares", "1,2"), "shares must be 4 integers"),
+        (("plan", "nosuchmodule:make", "-n", "4"), "No module named 'nosuchmodule'"),
+        (("plan", "json:nosuch", "-n", "4"), "no attribute 'nosuch'"),
+        (("plan", "os:getcwd", "-n", "4"), "must return an NNX module, or a Linen module"),
+        (("show", "missing.json"), "missing.json: No such file"),
+        (("show", GPT2), "not a layout file"),
+    ],
+)
+def test_one_clear_error(capsys, arguments, message):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert message in err
+    assert err.startswith(f"ragged-jax {arguments[0]}: ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ([], "document: Input should be an object"),
+        ({}, "groups: Field required"),
+        ({"groups": [{"name": "a"}]}, "groups.0.tensors: Field required"),
+        (
+            {"groups": [{"name": "a", "tensors": [{"name": "t", "shape": [2, -1]}]}]},
+            "shape.1: Input should be greater",
+        ),
+        ({"groups": [{"name": "a", "tensors": [{"name": "t", "shape": [2.5]}]}]}, "shape.0"),
+        (
+            {"groups": [{"name": "a", "tensors": [{"name": "t", "shape": [2], "dtype": "f7"}]}]},
+            "unknown dtype 'f7'",
+        ),
+        ({"groups": [{"name": "a", "count": 0, "tensors": []}]}, "count"),
+        ({"groups": [{"name": "a", "tensors": [{"name": "t", "shape": [2**30, 2**30]}]}]}, "more than 2"),
+    ],
+)
+def test_bad_shapes_files(document, message):
+    with pytest.raises(ShapesError) as error:
+        groups_from(document, rows(1), source="model.json")
+    assert "model.json" in str(error.value)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
+def test_the_models_have_their_published_sizes(path):
+    assert num_params(read_shapes(path, rows(1))) == json.loads(path.read_text())["params"]
+
+
+def test_experts_are_stacks():
+    document = {"groups": [{"name": "moe", "tensors": [{"name": "experts.up", "shape": [8, 64, 32]}]}]}
+    assert groups_from(document, rows(4))[0].tensors[0].block == rows(4, dim=1)
+    assert groups_from(document, whole())[0].tensors[0].granularity == 64 * 32
+
+
+def test_safetensors(tmp_path):
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    tensors = {
+        f"model.layers.{i}.{name}": np.zeros(shape, np.float32)
+        for i in (0, 2, 10)
+        for name, shape in {"up.weight": (8, 4), "norm.weight": (4,)}.items()
+    }
+    tensors["model.embed.weight"] = np.zeros((16, 4), np.float16)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "index.json").write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    for file in ("model.safetensors", "index.json"):
+        groups = read_shapes(tmp_path / file, rows(1))
+        assert [g.name for g in groups] == [
+            "model.embed",
+            "model.layers.0",
+            "model.layers.2",
+            "model.layers.10",
+        ]
+        assert {t.dtype for t in groups[0].tensors} == {"float16"}
+        assert num_params(groups) == 16 * 4 + 3 * (8 * 4 + 4)
+    (tmp_path / "evil.json").write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    with pytest.raises(ShapesError, match="not beside it"):
+        read_shapes(tmp_path / "evil.json", rows(1))
+    (tmp_path / "bad.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ShapesError, match="claims a header"):
+        read_shapes(tmp_path / "bad.safetensors", rows(1))
+    (tmp_path / "bad.safetensors").write_bytes((2).to_bytes(8, "little") + b"[]")
+    with pytest.raises(ShapesError, match="not a safetensors header"):
+        read_shapes(tmp_path / "bad.safetensors", rows(1))
+
+
+def nnx_model():
+    from flax import nnx
+
+    return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
+
+
+def linen_model():
+    import jax.numpy as jnp
+    from flax import linen
+
+    return linen.Dense(16), jnp.zeros((1, 8))
+
+
+@pytest.mark.parametrize(("name", "params"), [("nnx_model", 8 * 16 + 16 + 16 * 4 + 4), ("linen_model", 8 * 16 + 16)])
+def test_flax_models(name, params):
+    groups = model_groups(f"{__name__}:{name}", rows(1))
+    assert num_params(groups) == params
+    assert {t.dtype for g in groups for t in g.tensors} == {"float32"}
+    assert _shapes.__doc__
