@@ -30,15 +30,9 @@ from ragged_jax.planner import (
     plan,
     redistribution,
 )
-from ragged_jax.planner._exchange_rounds import (
-    colour,
-    most_numel,
-    peel,
-    plan_steps,
-    split_steps,
-    static_bound,
-    steps_cost,
-)
+from ragged_jax.planner._exchange_rounds import plan_steps, split_steps, static_bound
+from ragged_jax.planner._permutes import colour, dissolve, peel
+from ragged_jax.planner._traffic import most_messages, most_numel, steps_cost
 
 H100, CPU = hardware("h100"), hardware("cpu")
 
@@ -207,17 +201,12 @@ def check_permutes(steps, traffic):
     assert total == traffic
 
 
-def degree(traffic):
-    ends = [(side, pair[side]) for pair in traffic for side in (0, 1)]
-    return max(map(ends.count, ends), default=0)
-
-
 @given(traffics(), st.booleans())
 def test_colouring_needs_only_as_many_rounds_as_the_busiest_device_has_messages(case, nested):
     _, traffic = case
     steps = colour(traffic, nested=nested)
     check_permutes(steps, traffic)
-    assert len(steps) == degree(traffic)
+    assert len(steps) == most_messages(traffic)
 
 
 @given(traffics())
@@ -226,6 +215,15 @@ def test_peeling_loses_no_bandwidth(case):
     steps = [step for step, _ in peel(traffic, n)]
     check_permutes(steps, traffic)
     assert sum(step.numel for step in steps) <= most_numel(traffic)
+
+
+@given(traffics(), st.booleans(), st.sampled_from([0.0, 5.0, 100.0]))
+def test_dissolving_never_costs_time(case, nested, latency):
+    n, traffic = case
+    before = colour(traffic, nested=nested)
+    after = dissolve(before, latency)
+    check_permutes(after, traffic)
+    assert steps_cost(after, n, latency) <= steps_cost(before, n, latency)
 
 
 @given(traffics(), st.sampled_from([0.0, 0.5, 5.0, 100.0]), st.randoms(use_true_random=False))

@@ -1,12 +1,14 @@
 """Overlaps of two layouts against an element-by-element reference."""
 
+from itertools import accumulate
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragged_jax.layout import Segment, TensorSpec, overlap, rows, segments
-from ragged_jax.planner import Group, plan
+from ragged_jax.layout import Segment, TensorSpec, elements, overlap, rows, segments, stored_order, tile
+from ragged_jax.planner import Group, hardware, plan, redistribution
 
 
 @st.composite
@@ -94,3 +96,66 @@ def test_large_layouts_overlap_quickly():
     moves = overlap(held, wanted)
     assert sum(m.numel for m in moves) == 20 * 256 * 64
     assert np.all(np.diff([m.sender for m in moves]) >= 0)
+
+
+def slow_buffers(layout):
+    """Every device's buffers as `(tensor, row-major element of all layers)`, from whole slabs cut into shards."""
+    devices = [{} for _ in range(layout.num_shards)]
+    parts = list(accumulate(layout.shares or [1] * layout.num_shards, initial=0))
+    for bucket in layout.buckets:
+        for slab in bucket.slabs:
+            for layer in range(bucket.num_copies):
+                whole = [None] * (parts[-1] * slab.shard_numel)
+                for p in slab.placements:
+                    index = np.arange(p.tensor.numel)
+                    if p.storage == "tiled":
+                        index = stored_order(p.tensor, "tiled")
+                    if p.axis_order:
+                        index = index.reshape(p.tensor.shape).transpose(p.axis_order).reshape(-1)
+                    for at, element in enumerate(index.tolist()):
+                        whole[p.offset + at] = p.tensor.name, layer * p.tensor.numel + element
+                for k, device in enumerate(devices):
+                    shard = whole[parts[k] * slab.shard_numel : parts[k + 1] * slab.shard_numel]
+                    room = layer * layout.largest_share * slab.shard_numel
+                    device |= {((bucket.name, slab.name), room + at): e for at, e in enumerate(shard) if e}
+    return devices
+
+
+@st.composite
+def any_layout(draw, shapes, num_shards, stack):
+    block = draw(st.sampled_from([elements(1), rows(2), tile(2, 3), tile(3, 2)]))
+    tensors = tuple(TensorSpec(f"t{i}", shape, "float32", block) for i, shape in enumerate(shapes))
+    return plan(
+        [Group("a", tensors, stack)],
+        num_shards,
+        storage=draw(st.sampled_from(["row_major", "tiled"])),
+        axis_order=draw(st.sampled_from(["natural", "auto"])),
+        shares=draw(st.none() | st.lists(st.integers(1, 3), min_size=num_shards, max_size=num_shards)),
+        min_slab_nbytes=draw(st.sampled_from([0, 128])),
+    ).layout
+
+
+@given(st.data(), st.integers(1, 4), st.sampled_from([None, 2]))
+def test_storage_orders_and_uneven_shares(data, num_shards, stack):
+    shapes = data.draw(st.lists(st.tuples(st.integers(1, 7), st.integers(1, 8)), min_size=1, max_size=4))
+    held, wanted = (data.draw(any_layout(shapes, num_shards, stack)) for _ in range(2))
+    before, after = slow_buffers(held), slow_buffers(wanted)
+    assert slow_contents(segments(held)) == before
+    arrived = [{} for _ in range(num_shards)]
+    exchanges = redistribution(held, wanted, hardware("cpu"), uneven=True)
+    per_copy = {e.num_copies for e in exchanges}
+    assert per_copy <= {1, stack or 1}
+    for e in exchanges:
+        moves = [(m.sender, m.receiver, m) for m in e.local]
+        moves += [(t.sender, t.receiver, p) for r in e.rounds for t in r.transfers for p in t.parts]
+        strides = [
+            {(b.name, s.name): x.largest_share * s.shard_numel for b in x.buckets for s in b.slabs}
+            for x in (held, wanted)
+        ]
+        for sender, receiver, m in moves:
+            for copy in range(e.num_copies):
+                for i in range(m.numel):
+                    source = m.source_offset + i + copy * strides[0][m.source]
+                    target = m.target_offset + i + copy * strides[1][m.target]
+                    arrived[receiver][m.target, target] = before[sender][m.source, source]
+    assert arrived == after

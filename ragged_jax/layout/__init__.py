@@ -17,6 +17,7 @@ from ._layout import Location as Location
 from ._layout import Piece as Piece
 from ._overlap import Buffer as Buffer
 from ._overlap import Move as Move
+from ._overlap import Order as Order
 from ._overlap import Segment as Segment
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments

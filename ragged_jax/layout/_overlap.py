@@ -1,6 +1,6 @@
 """Index arithmetic between two ways of holding the same tensors: what must go where.
 
-A tensor is a range of elements in row-major order, the layers of a stacked bucket one after the other. A
+A tensor is a range of elements, normally in row-major order, the layers of a stacked bucket one after the other. A
 `Segment` says where a part of that range lies in one device's memory. `overlap` meets the segments of what is
 held with those of what is wanted. Nothing here knows about collectives, so checkpoints and both frameworks
 use it alike. All sizes and offsets are in elements.
@@ -9,9 +9,12 @@ use it alike. All sizes and offsets are in elements.
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Literal, NamedTuple
 
 from ._layout import Layout
+from ._slab import Placement
+from ._storage import stored_order
 
 Buffer = tuple[str, str]
 """A buffer on every device, for a layout `(bucket, slab)`. Its elements are counted in row-major order."""
@@ -22,7 +25,7 @@ class Segment(NamedTuple):
 
     Attributes:
       tensor: its name.
-      start, stop: the range in the tensor's row-major order, in elements.
+      start, stop: the range in the tensor's row-major order (see `segments` for others), in elements.
       buffer: which of the device's buffers.
       offset: where the range starts in that buffer, in elements.
     """
@@ -49,16 +52,24 @@ class Move(NamedTuple):
     numel: int
 
 
+Order = Literal["row_major", "stored"]
+
+
 def segments(
-    layout: Layout, *, names: Collection[str] | None = None, per_layer: bool = False
+    layout: Layout, *, names: Collection[str] | None = None, per_layer: bool = False, order: Order = "row_major"
 ) -> tuple[tuple[Segment, ...], ...]:
     """What every shard of a layout holds, by rising buffer offset within a slab.
+
+    With uneven shares every layer of a stack takes the room of the largest share, as in a JAX array.
 
     Args:
       layout: the layout.
       names: only these tensors; all of them by default.
       per_layer: whether a stacked bucket counts as its first layer only (its other layers look the same).
         Otherwise every layer is listed, and the tensor's range runs over all of them.
+      order: of a tensor's elements. `row_major` always means the same, but cuts a tensor that is stored tile by
+        tile or transposed into its rows or even elements. `stored` does not, and is right where all that the
+        segments are held against stores the tensor in the same order.
 
     Example:
       >>> from ragged_jax.layout import Bucket, Placement, Slab, TensorSpec
@@ -72,17 +83,50 @@ def segments(
         num_layers = 1 if per_layer else bucket.num_copies
         for slab in bucket.slabs:
             buffer, size = (bucket.name, slab.name), slab.shard_numel
-            for layer in range(num_layers):
-                for placement in slab.placements:
-                    tensor, offset = placement.tensor, placement.offset
-                    if (names is not None and tensor.name not in names) or not tensor.numel:
-                        continue
-                    shift = layer * tensor.numel - offset  # from a place in the slab to one in the tensor
-                    for k in range(offset // size, -(-placement.stop // size)):
-                        low, high = max(offset, k * size), min(placement.stop, (k + 1) * size)
-                        at = layer * size + low - k * size
-                        held[k].append(Segment(tensor.name, low + shift, high + shift, buffer, at))
-    return tuple(map(tuple, held))
+            for placement in slab.placements:
+                tensor = placement.tensor
+                if (names is not None and tensor.name not in names) or not tensor.numel:
+                    continue
+                runs = _runs(placement) if order == "row_major" else [(0, 0, tensor.numel)]
+                for k, start, stop, offset in _pieces(layout, placement, size):
+                    pieces = list(_cut(runs, start, stop))
+                    for layer in range(num_layers):
+                        shift, at = layer * tensor.numel, offset + layer * layout.largest_share * size
+                        for first, stored, numel in pieces:
+                            low = first + shift
+                            held[k].append(Segment(tensor.name, low, low + numel, buffer, at + stored - start))
+    return tuple(tuple(sorted(device, key=lambda s: (s.buffer, s.offset))) for device in held)
+
+
+def _pieces(layout: Layout, placement: Placement, size: int) -> Iterator[tuple[int, int, int, int]]:
+    """`(shard, start, stop, offset)`: the stored elements on each shard, and where they lie in it."""
+    ends, offset = layout._ends, placement.offset
+    for k in range(bisect_right(ends, offset // size) - 1, layout.num_shards):
+        if ends[k] * size >= placement.stop:
+            break
+        low, high = max(offset, ends[k] * size), min(placement.stop, ends[k + 1] * size)
+        yield k, low - offset, high - offset, low - ends[k] * size
+
+
+def _runs(placement: Placement) -> list[tuple[int, int, int]]:
+    """`(first, stored, numel)`: row-major elements from `first` on that are stored together, by rising `stored`."""
+    tensor = placement.tensor
+    if placement.storage == "row_major" and placement.axis_order is None:
+        return [(0, 0, tensor.numel)]
+    index = stored_order(tensor, placement.storage)
+    if placement.axis_order is not None:
+        index = index.reshape(tensor.shape).transpose(placement.axis_order).reshape(-1)
+    starts = [0, *((index[1:] - index[:-1] != 1).nonzero()[0] + 1).tolist(), tensor.numel]
+    return [(int(index[low]), low, high - low) for low, high in pairwise(starts)]
+
+
+def _cut(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The runs between two places in the stored tensor."""
+    for first, stored, numel in runs[max(0, bisect_right(runs, start, key=lambda run: run[1]) - 1) :]:
+        if stored >= stop:
+            break
+        low, high = max(start, stored), min(stop, stored + numel)
+        yield first + low - stored, low, high - low
 
 
 def overlap(held: Sequence[Iterable[Segment]], wanted: Sequence[Iterable[Segment]]) -> tuple[Move, ...]:
@@ -134,9 +178,8 @@ def _by_tensor(held: Iterable[tuple[int, Segment]]) -> Mapping[str, _Cover]:
         cover, end = _Cover([], [], []), 0
         for start, device, _, s in sorted(items):
             if s.stop > end and s.stop > start:
-                skip = max(0, end - start)
                 cover.devices.append(device)
-                cover.segments.append(s._replace(start=start + skip, offset=s.offset + skip))
+                cover.segments.append(_part(s, end, s.stop) if start < end else s)
                 cover.stops.append(s.stop)
                 end = s.stop
         covers[tensor] = cover

@@ -4,13 +4,12 @@ Framework-free: JAX and torch jobs run what this package says.
 """
 
 from ._advice import advise as advise
+from ._assign import assign_owners as assign_owners
 from ._exchange import Exchange as Exchange
 from ._exchange import Part as Part
 from ._exchange import Round as Round
 from ._exchange import Transfer as Transfer
 from ._exchange import exchange as exchange
-from ._exchange import owner_exchange as owner_exchange
-from ._exchange import redistribution as redistribution
 from ._group import Group as Group
 from ._hardware import PROFILES as PROFILES
 from ._hardware import HardwareProfile as HardwareProfile
@@ -18,10 +17,11 @@ from ._hardware import hardware as hardware
 from ._owners import SHARDED as SHARDED
 from ._owners import Matrix as Matrix
 from ._owners import OwnerPlan as OwnerPlan
-from ._owners import assign_owners as assign_owners
 from ._owners import matrices as matrices
 from ._picture import draw as draw
 from ._plan import plan as plan
+from ._redistribution import owner_exchange as owner_exchange
+from ._redistribution import redistribution as redistribution
 from ._report import BucketReport as BucketReport
 from ._report import Plan as Plan
 from ._simulate import BucketCost as BucketCost
