@@ -33,7 +33,7 @@ from rich.console import Console
 from setting import make_mesh, mib, nbytes_per_device, on_mesh, progress_bar, settle
 
 import ragged_jax as rj
-from ragged_jax.planner import draw
+from ragged_jax.planner import draw, plan_table
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def main(config: Config) -> None:
     settle(optimizer, mesh)
 
     memory = f"{mib(nbytes_per_device(nnx.state((model, optimizer))))} a device"
-    console.print(plan.table())
+    console.print(plan_table(plan))
     console.print(
         f"{sum(math.prod(t.shape) for t in plan.layout.tensors):,} parameters; with Adam's state {memory}, "
         f"{mesh.size} devices\n{len(corpus.train):,} bytes to train on: {corpus.source}"

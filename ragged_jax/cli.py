@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ._shapes import model_groups, num_params, read_shapes
 from .layout import Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
-from .planner import PROFILES, BucketReport, Plan, advise, draw, plan
+from .planner import PROFILES, BucketReport, Plan, advise, draw, plan, plan_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -147,7 +147,7 @@ def _plan(args: argparse.Namespace) -> int:
         print(json.dumps({"params": num_params(groups), **_figures(made), **bound}))
         return 0
     console = Console()
-    console.print(made.table())
+    console.print(plan_table(made))
     gap = 100 * (made.padding_fraction - made.bound_fraction)
     verdict = "optimal for these slabs" if made.optimal else f"{gap:.2f} points above the bound for these slabs"
     console.print(f"{num_params(groups):,} parameters, {verdict}, planned in {seconds:.3f} s", highlight=False)
@@ -175,7 +175,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"params": sum(t.numel for t in layout.tensors), **_figures(made)}))
     else:
-        Console().print(made.table(bound=False))
+        Console().print(plan_table(made, with_bound=False))
     return 0
 
 

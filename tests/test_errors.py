@@ -54,6 +54,10 @@ def test_axes(shard, kwargs, match):
             lambda: tree(plan=rj.plan({**PARAMS, "w": np.ones((5, 3))}, 4)),
             r"w: planned .*\(5, 3\).*model has .*\(6, 3\)",
         ),
+        (
+            lambda: tree(plan=rj.plan(PARAMS, 4), block=rj.rows(2)),
+            r"w: planned .*elements\(1\).*model has .*rows\(2\)",
+        ),
         (lambda: rj.full_params({"w": 1}), "dict is not sharded by this library"),
         (lambda: rj.full_params(nnx.state(make_sharded(4))), "give the model"),
         (lambda: rj.value_and_grad(lambda m, x: 0.0)({}, np.ones(4)), "not sharded models: 0: dict"),

@@ -34,7 +34,7 @@ def test_using_the_core_imports_no_framework():
         "from ragged_jax.layout import *\nfrom ragged_jax import layout, planner\n"
         "spec = layout.TensorSpec('w', (100, 8), 'bfloat16', layout.rows(3))\n"
         "made = planner.plan([planner.Group('', (spec,))], 7)\n"
-        "layout.Layout.from_json(made.layout.to_json()); made.table()"
+        "layout.Layout.from_json(made.layout.to_json()); planner.plan_table(made)"
     )
     assert result.returncode == 0, result.stderr
 

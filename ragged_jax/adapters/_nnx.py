@@ -33,7 +33,7 @@ def fully_shard(
     *,
     axis: str | tuple[str, ...],
     units: ModuleUnits = None,
-    block: BlockRule = elements(1),  # noqa: B008
+    block: BlockRule | None = None,
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
     plan: Plan | Layout | None = None,
@@ -49,7 +49,8 @@ def fully_shard(
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       units: which submodules gather their parameters when they are called and drop them afterwards: a class,
         several, or a predicate on path and module. What is left is gathered at the start of the step.
-      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules.
+      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules. By default what
+        the plan says, or else single elements.
       stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`.
       wrt: the type of the variables to shard.
       plan: a plan or layout to follow instead of making one.
@@ -71,7 +72,8 @@ def fully_shard(
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
-    layout = make_layout([o.group(block) for o in owned], mesh.shape[axes[-1]], plan)
+    groups = [own.group(block or elements(1)) for own in owned]
+    layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     _replicate_state(model, wrt, mesh)
     for own in reversed(owned):  # innermost first: a unit may hold units
         unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))

@@ -3,13 +3,21 @@
 from collections.abc import Mapping, Sequence
 
 from .. import planner
-from ..layout import Layout
+from ..layout import Bucket, Layout, TensorSpec
 from ..planner import Group, Plan
 from . import _check as check
 
 
-def make_layout(groups: Sequence[Group], num_shards: int, given: Plan | Layout | None) -> Layout:
+def make_layout(
+    groups: Sequence[Group], num_shards: int, given: Plan | Layout | None, *, same_blocks: bool = True
+) -> Layout:
     """The layout to follow.
+
+    Args:
+      groups: the model's tensors.
+      num_shards: of the mesh.
+      given: the plan to follow, or None to make one.
+      same_blocks: whether the given plan must be for these blocks, because they were asked for.
 
     Raises:
       ValueError: the given one is for another model or number of shards; every difference is listed.
@@ -21,13 +29,17 @@ def make_layout(groups: Sequence[Group], num_shards: int, given: Plan | Layout |
     faults = (
         [] if layout.num_shards == num_shards else [f"  for {layout.num_shards} shards, the mesh has {num_shards}"]
     )
-    planned = {t.name: (b.name, b.stack, t.shape, t.dtype) for b in layout.buckets for t in b.tensors}
-    wanted = {t.name: (g.name, g.stack, t.shape, t.dtype) for g in groups for t in g.tensors}
+
+    def facts(part: Group | Bucket, tensor: TensorSpec) -> tuple:
+        return part.name, part.stack, tensor.shape, tensor.dtype, *([tensor.block] if same_blocks else [])
+
+    planned = {t.name: facts(bucket, t) for bucket in layout.buckets for t in bucket.tensors}
+    wanted = {t.name: facts(group, t) for group in groups for t in group.tensors}
     for name in sorted(planned.keys() | wanted.keys()):
         if planned.get(name) != wanted.get(name):
             faults.append(f"  {name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
     if faults:
-        raise ValueError("the plan is not for this model (bucket, stack, shape, dtype):\n" + "\n".join(faults))
+        raise ValueError("the plan is not for this model (bucket, stack, shape, dtype, block):\n" + "\n".join(faults))
     return layout
 
 

@@ -78,7 +78,7 @@ def shard_tree(
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...],
-    block: BlockRule = elements(1),  # noqa: B008
+    block: BlockRule | None = None,
     units: TreeUnits = None,
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
@@ -90,7 +90,8 @@ def shard_tree(
       params: the tree. Each device is sent its own part of each array.
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
-      block: what must stay whole; one rule, or a mapping from path patterns to rules.
+      block: what must stay whole; one rule, or a mapping from path patterns to rules. By default what the plan
+        says, or else single elements.
       units: which subtrees are gathered on their own, by `unsharded`, rather than at the start of the step: a
         pattern of their path (`"layers/*"`), several, or a predicate on path and subtree.
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
@@ -114,7 +115,8 @@ def shard_tree(
     """
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(params, units, stacked)
-    layout = make_layout([part.group(block) for part in root.walk()], mesh.shape[axes[-1]], plan)
+    groups = [part.group(block or elements(1)) for part in root.walk()]
+    layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     return root.build(layout, mesh, axes, precision)
 
 

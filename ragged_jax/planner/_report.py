@@ -109,9 +109,3 @@ class Plan:
     def optimal(self) -> bool:
         """Whether the plan reaches its bound."""
         return self.shard_nbytes == self.bound_nbytes
-
-    def table(self, *, bound: bool = True):
-        """The report as a `rich` table, one line for each kind of bucket, with or without its bound."""
-        from ._table import plan_table
-
-        return plan_table(self, bound)

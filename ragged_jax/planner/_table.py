@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from ._report import BucketReport, Plan
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def size(nbytes: int | float) -> str:
@@ -19,8 +20,11 @@ def size(nbytes: int | float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
-def plan_table(plan: Plan, with_bound: bool = True) -> Table:
-    """One line for each kind of bucket, with how many are alike, and the total."""
+def plan_table(plan: Plan, with_bound: bool = True) -> "Table":
+    """A plan's report as a `rich` table: a line for each kind of bucket, with how many are alike, and the total."""
+    from rich.box import SIMPLE_HEAD  # flax brings rich along; it is needed here only
+    from rich.table import Table
+
     layout = plan.layout
     table = Table(
         title=f"{layout.num_shards} shards, {len(layout.tensors)} tensors, layout {layout.fingerprint}",
