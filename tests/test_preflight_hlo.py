@@ -125,6 +125,18 @@ def test_asynchronous_pairs_count_once_and_prefetches_are_no_copies():
     assert found.temp_nbytes is None
 
 
+def test_a_reshape_that_changes_the_tiling_of_a_tpu_is_a_move():
+    found = hlo_report("""HloModule m, is_scheduled=true
+
+ENTRY %main (p: bf16[16384]) -> bf16[64,256] {
+  %p = bf16[16384]{0:T(1024)(128)(2,1)} parameter(0)
+  %free = bf16[8,16,128]{2,0,1:T(8,128)(2,1)} bitcast(%p)
+  ROOT %r = bf16[64,256]{1,0:T(8,128)(2,1)} reshape(%p)
+}
+""")
+    assert found.moved_nbytes == {"reshape": 2 * 16384}
+
+
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="not the text of an HLO module"):
         hlo_report("module @jit_f { }")

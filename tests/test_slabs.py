@@ -30,6 +30,21 @@ def test_tiles_are_stored_in_the_documented_order(shape, height, width, lead):
     np.testing.assert_array_equal(from_stored(placement, stored, lead), tensor)
 
 
+@pytest.mark.parametrize(
+    "block", [(8, 128), (16, 128), (32, 32), (16, 64), (8, 16), (4, 32), (6, 32), (32, 48), (8, 256)]
+)
+@pytest.mark.parametrize("shape", [(64, 512), (3, 70, 300)])
+@pytest.mark.parametrize("lead", [0, 1])
+def test_tiles_that_suit_a_tpu_are_stored_in_the_same_order(block, shape, lead):
+    """Traced arrays take another way than numpy's, by the tile's size."""
+    placement = Placement(TensorSpec("w", shape, block=tile(*block)), 0, "tiled")
+    tensor = np.arange((2 if lead else 1) * np.prod(shape)).reshape(*(2,)[:lead], *shape)
+    stored = jax.jit(lambda x: to_stored(placement, x, lead))(tensor)
+    order = stored_order(placement.tensor, "tiled")
+    np.testing.assert_array_equal(stored, tensor.reshape(*tensor.shape[:lead], -1)[..., order])
+    np.testing.assert_array_equal(jax.jit(lambda x: from_stored(placement, x, lead))(stored), tensor)
+
+
 @st.composite
 def slabs(draw):
     shares = draw(st.none() | st.lists(st.integers(1, 3), min_size=1, max_size=4).map(tuple))

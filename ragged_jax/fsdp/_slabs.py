@@ -15,6 +15,7 @@ import numpy as np
 from ..layout import Placement, Slab, TileRegion, tile_regions
 
 Shares = tuple[int, ...] | None
+SUBLANES, LANES = 8, 128  # a TPU's native tile
 
 
 def slab_shape(slab: Slab, num_parts: int) -> tuple[int, ...]:
@@ -90,8 +91,10 @@ def to_stored(placement: Placement, tensor: Any, lead: int = 0) -> Any:
     parts = []
     for r in tile_regions(placement.tensor):
         part = matrices[..., r.top : r.top + r.rows * r.height, r.left : r.left + r.cols * r.width]
-        tiles = part.reshape(*tensor.shape[:lead], r.members, r.rows, r.height, r.cols, r.width)
-        parts.append(_swap(tiles, lead).reshape(*tensor.shape[:lead], -1))
+        for shape, order in reversed(_steps(r, part)):
+            part = part.reshape(*tensor.shape[:lead], *(shape[dim] for dim in order))
+            part = _reorder(part, _inverse(order), lead)
+        parts.append(part.reshape(*tensor.shape[:lead], -1))
     return _concatenate(parts, lead)
 
 
@@ -111,13 +114,31 @@ def from_stored(placement: Placement, stored: Any, lead: int = 0) -> Any:
 
 def _matrices(r: TileRegion, flat: Any, outer: tuple[int, ...]) -> Any:
     """A region of tiles as a part of each matrix of the stack."""
-    tiles = _swap(flat.reshape(*outer, r.members, r.rows, r.cols, r.height, r.width), len(outer))
-    return tiles.reshape(*outer, r.members, r.rows * r.height, r.cols * r.width)
+    for shape, order in _steps(r, flat):
+        flat = _reorder(flat.reshape(*outer, *shape), order, len(outer))
+    return flat.reshape(*outer, r.members, r.rows * r.height, r.cols * r.width)
 
 
-def _swap(tiles: Any, lead: int) -> Any:
-    """Exchanges the two middle ones of the last four dims: rows of tiles to tiles, or back."""
-    return tiles.transpose(*range(lead + 2), lead + 3, lead + 2, lead + 4)
+def _steps(r: TileRegion, array: Any) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """Shapes, each with the transposition that follows it, by which a region's tiles become rows.
+
+    One transposition would do. But a TPU holds the last two dims in native tiles of 8 x 128, so a dim of 32 at the
+    end is padded to four times its size. Narrow tiles therefore go by three steps that all end in long dims, and
+    the rows of others are given in groups of 8, which move as a whole (`docs/design/runtime.md` has the figures). A
+    GPU does the same either way.
+    """
+    if isinstance(array, np.ndarray):
+        return (((r.members, r.rows, r.cols, r.height, r.width), (0, 1, 3, 2, 4)),)
+    side = LANES // r.width  # tiles side by side in a native one; each of them holds as many rows in a row of lanes
+    if side > 1 and LANES % r.width == r.height % side == r.cols % side == 0:
+        high, grid = r.height // side, (r.members, r.rows, r.cols // side)
+        return (
+            ((*grid, side, high, LANES), (3, 4, 5, 0, 1, 2)),
+            ((side, high, side, r.width, *grid), (1, 2, 0, 3, 4, 5, 6)),
+            ((r.height, LANES, *grid), (2, 3, 0, 4, 1)),
+        )
+    group = SUBLANES if r.height % SUBLANES == 0 else r.height
+    return (((r.members, r.rows, r.cols, r.height // group, group, r.width), (0, 1, 3, 4, 2, 5)),)
 
 
 def _reorder(array: Any, order: tuple[int, ...] | None, lead: int) -> Any:

@@ -114,7 +114,7 @@ def hlo_report(compiled: Any) -> HloReport:
         for kind in COLLECTIVES
         if (n := static["run", kind])
     }
-    moved = {op: n for op in MOVES if (n := executed["moved", op])}
+    moved = {op: n for op in (*MOVES, "reshape") if (n := executed["moved", op])}
     return HloReport(collectives, moved, static["unknown", "while"], **memory)
 
 
@@ -295,7 +295,8 @@ def _move(module: _Module, computation: _Computation, instruction: _Instruction)
         # from one memory space to another is a prefetch, which the compiler hides; within one it is a copy
         target, source = (re.findall(r"S\((\d+)\)", part) for part in _elements(instruction.type)[:2])
         return ("copy", _nbytes(_elements(instruction.type)[0])) if target == source else None
-    if instruction.opcode in MOVES:
+    # outside of fusions a free reshape is a bitcast by now; what is still a reshape changes the tiling of a TPU
+    if instruction.opcode in (*MOVES, "reshape"):
         return instruction.opcode, _written(computation, instruction)
     if instruction.opcode != "fusion":
         return None
