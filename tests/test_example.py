@@ -50,7 +50,7 @@ def test_learns_and_reports(devices, block, tmp_path):
     assert after < 5.5
     assert 3 < bigram < 4.5
     assert f"{devices} shards" in printed
-    assert "blocks/1" in printed
+    assert "blocks/0" in printed
     assert printed.count("-> b") == 3
     for name in ("layout.png", "loss.png"):
         picture = (tmp_path / name).read_bytes()
