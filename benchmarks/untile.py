@@ -122,7 +122,7 @@ def programs(unit: Unit) -> Iterator[tuple[str, Callable, tuple]]:
 def measure(target: str, mesh: Mesh, dtypes: list[str], only: str, dump: Path | None) -> Iterator[Row]:
     for dtype in dtypes:
         for storage, slab in slabs(dtype, mesh.size):
-            if only not in storage:
+            if storage != "natural" and only not in storage:
                 continue
             layout = Layout(mesh.size, (Bucket("", (slab,)),)).check()
             for name, f, args in programs(Unit(layout.bucket(""), mesh, ("fsdp",))):
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", action="append", choices=TARGETS, help="default: all")
     parser.add_argument("--dtype", action="append", choices=("float32", "bfloat16"), help="default: both")
-    parser.add_argument("--storage", default="", help="only those whose name contains this")
+    parser.add_argument("--storage", default="", help="only those whose name contains this, and natural")
     parser.add_argument("--dump", type=Path, help="a folder for the optimised HLO")
     parser.add_argument("--out", type=Path, help="writes OUT.md and OUT.json")
     args = parser.parse_args()
