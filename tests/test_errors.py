@@ -116,7 +116,7 @@ def test_a_packed_tensor_says_where_it_is():
     sharded = make_sharded(7)
     shift = sharded.blocks[0].shift
     for read in (lambda: shift[...], lambda: jnp.sum(shift)):
-        with pytest.raises(RuntimeError, match="blocks/0/shift is sharded, packed with other tensors"):
+        with pytest.raises(RuntimeError, match="blocks/0/shift is sharded, in slab"):
             read()
 
 

@@ -102,8 +102,8 @@ def _(model: nnx.Pytree, wrt: Any = None) -> Argument:
         for _, variable in nnx.iter_graph(opened):
             if isinstance(variable, nnx.RngKey):  # dropout differs between devices
                 variable.set_raw_value(fold_in_device(variable.get_raw_value(), axes))
-        if info is not None:
-            info.open(opened)
+        for path, module, unit in _units(opened) if info is not None else ():
+            unit.open(module) if path == () else unit.hide(module)
         return opened
 
     kept = changing(info) if info is not None else nnx.Variable

@@ -80,6 +80,7 @@ def find(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) 
     is_param = nnx.filterlib.to_predicate(wrt)
     aliases = nnx.find_duplicates(model)
     found = {path: v for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Variable) and is_param(path, v)}
+    check.distinct([join(path) for path in found])
     check.arrays_only({join(path): variable.get_value() for path, variable in found.items()})
     for path, variable in sorted(found.items(), key=_order):
         paths = _all_paths(path, aliases)

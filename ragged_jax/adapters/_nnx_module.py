@@ -32,13 +32,16 @@ class PackedTensor(nnx.Variable):
     def __jax_array__(self):
         raise self._sharded()
 
+    def get_value(self, *_, **__):
+        raise self._sharded()
+
     def __getitem__(self, key):
         raise self._sharded()
 
     def _sharded(self) -> RuntimeError:
         return RuntimeError(
-            f"{self.tensor} is sharded, packed with other tensors in {self.slab}; read it with "
-            f"`full_params(model)`, or inside a function given to `value_and_grad` or `apply`"
+            f"{self.tensor} is sharded, in slab {self.slab}; it is whole inside its unit's public methods, called "
+            "in a function given to `value_and_grad` or `apply`, and in what `full_params(model)` returns"
         )
 
 
@@ -95,11 +98,24 @@ class ModuleUnit:
         return {name: variable.get_raw_value() for name, variable in self._variables(module).items()}
 
     def _variables(self, module: nnx.Module) -> dict[str, nnx.Variable]:
-        paths = dict(self.paths)
+        paths, store = dict(self.paths), vars(module).get(SLABS, {})
         return {
-            slab.name: get_path(module, paths[slab.name][0]) if slab.sole else getattr(module, SLABS)[slab.name]
+            slab.name: store[slab.name] if slab.name in store else get_path(module, paths[slab.name][0])
             for slab in self.unit.bucket.slabs
         }
+
+    def hide(self, module: nnx.Module) -> None:
+        """Inside `shard_map`, in place: markers instead of shards, which would pass for whole parameters."""
+        paths, store = dict(self.paths), vars(module).get(SLABS, {})
+        shown = [slab for slab in self.unit.bucket.slabs if slab.name not in store]
+        for slab in shown:
+            variable = get_path(module, paths[slab.name][0])
+            marker = _marker(variable, slab.placements[0].tensor, slab)
+            for path in paths[slab.name]:
+                set_path(module, path, marker)
+            store = {**store, slab.name: variable}
+        if shown:
+            setattr(module, SLABS, nnx.Dict(dict(store)))
 
     def open(self, module: Any) -> None:
         """Inside `shard_map`, in place: an ordinary module of the original class with whole parameters."""
@@ -114,7 +130,7 @@ class ModuleUnit:
             for placement in slab.placements:
                 name = placement.tensor.name
                 variable = get_path(module, paths[name][0])
-                if slab.sole:
+                if not isinstance(variable, PackedTensor):
                     variable.set_raw_value(tensors[name])
                     continue
                 metadata = variable.get_metadata()

@@ -1,7 +1,8 @@
 """Checks of what users pass in; each error names every bad leaf by its path, the sizes and the remedy."""
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +46,12 @@ def is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) and not (
         isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) and is_key(leaf)
     )
+
+
+def distinct(names: Sequence[str]) -> None:
+    """Raises ValueError when two leaves have the same path, as `{"a/b": x}` and `{"a": {"b": x}}` do."""
+    if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"paths must be unique, keys with a slash make these ambiguous: {', '.join(repeated)}")
 
 
 def arrays_only(leaves: Mapping[str, Any]) -> None:

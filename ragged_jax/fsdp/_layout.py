@@ -31,7 +31,14 @@ def make_layout(
     )
 
     def facts(part: Group | Bucket, tensor: TensorSpec) -> tuple:
-        return part.name, part.stack, tensor.shape, tensor.dtype, *([tensor.block] if same_blocks else [])
+        return (
+            part.name,
+            part.stack,
+            tensor.shape,
+            tensor.dtype,
+            tensor.label,
+            *([tensor.block] if same_blocks else []),
+        )
 
     planned = {t.name: facts(bucket, t) for bucket in layout.buckets for t in bucket.tensors}
     wanted = {t.name: facts(group, t) for group in groups for t in group.tensors}
@@ -39,7 +46,7 @@ def make_layout(
         if planned.get(name) != wanted.get(name):
             faults.append(f"  {name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
     if faults:
-        raise ValueError("the plan is not for this model (bucket, stack, shape, dtype, block):\n" + "\n".join(faults))
+        raise ValueError("the plan is not for this model (bucket, stack, shape, ...):\n" + "\n".join(faults))
     return layout
 
 

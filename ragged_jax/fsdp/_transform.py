@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ._argument import Argument, as_argument
+from ._joined import vary
 from ._spmd import Call
 
 
@@ -43,7 +44,7 @@ def value_and_grad(
 
     @wraps(function)
     def wrapped(*args, **kwargs):
-        indices, wrt = _argnums(argnums)
+        indices, wrt = _argnums(argnums, len(args))
         models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
 
         def body(call: Call, params, state, batch):
@@ -52,7 +53,8 @@ def value_and_grad(
                 loss, aux = out if has_aux else (out, None)
                 if jnp.shape(loss) != ():
                     raise TypeError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
-                return loss, (aux, closed)
+                # A loss that was reduced already is one loss, not one of many with the same value.
+                return vary(loss, call.axes), (aux, closed)
 
             chosen = {i: params[i] for i in indices}
             (loss, (aux, closed)), grads = jax.value_and_grad(local_loss, has_aux=True)(chosen)
@@ -83,7 +85,7 @@ def apply(function: Callable) -> Callable:
         models = _models(args, {}, allow_int=True)
 
         def body(call: Call, params, state, batch):
-            out, closed = call.run(function, params, state, batch)
+            out, closed = call.run(function, jax.tree.map(_constant, params), state, batch)
             return None, out, closed, {}
 
         _, out, _ = Call(models, args, kwargs).spmd(body, ())
@@ -92,10 +94,21 @@ def apply(function: Callable) -> Callable:
     return wrapped
 
 
-def _argnums(argnums: Any) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+@jax.custom_jvp
+def _constant(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_constant.defjvp
+def _constant_jvp(primals, tangents):
+    raise TypeError("`apply` is not to be differentiated by its model; use `value_and_grad`, which means the loss")
+
+
+def _argnums(argnums: Any, num_args: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
     """Indices, and for each what to differentiate in it (`DiffState` of flax, or None)."""
     several = argnums if isinstance(argnums, Sequence) else (argnums,)
     indices = tuple(getattr(a, "argnum", a) for a in several)
+    indices = tuple(i + num_args if i < 0 else i for i in indices)
     return indices, tuple(getattr(a, "filter", None) for a in several)
 
 
@@ -106,7 +119,9 @@ def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[i
     models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate(args)}
     found = {i: model for i, model in models.items() if model is not None}
     sharded = {i: model.unit for i, model in found.items() if model.unit is not None}
-    if missing := [i for i in wrt if i not in sharded] or ([0] if not sharded else []):
+    if not sharded and not wrt:
+        raise TypeError("no positional argument is a sharded model; see `fully_shard` and `shard_tree`")
+    if missing := [i for i in wrt if i not in sharded]:
         types = ", ".join(f"{i}: {type(args[i]).__name__}" for i in missing if i < len(args))
         raise TypeError(f"these arguments are not sharded models: {types}; see `fully_shard` and `shard_tree`")
     if len(places := {(unit.mesh, unit.axes) for unit in sharded.values()}) > 1:

@@ -161,6 +161,7 @@ def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:
     for rule, what in ((units, "units"), (stacked, "stacked")):
         if rule is not None and not any(what == "units" or part.stack for part in parts[1:]):
             raise ValueError(f"{what}={rule!r} matches no subtree; the leaves are {', '.join(_paths(params))}")
+    check.distinct([name for part in parts for name in part.names])
     check.arrays_only({name: leaf for part in parts for name, leaf in part.own.items()})
     return root
 

@@ -72,9 +72,22 @@ class Unit:
         Each device receives its own part and nothing else: the whole slab exists nowhere but in the tensors
         that came in. Under a trace the same is said with a sharding constraint.
         """
+        self._check(tensors)
         if any(is_traced(x) for x in tensors.values()):
             return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
+
+    def _check(self, tensors: Mapping[str, Any]) -> None:
+        outer, wrong = () if self.bucket.stack is None else (self.bucket.stack,), []
+        for slab in self.bucket.slabs:
+            dtypes = {str(canonical_dtype(tensors[p.tensor.name])) for p in slab.placements}
+            if len(dtypes) > 1:
+                wrong.append(f"  {', '.join(p.tensor.name for p in slab.placements)} share a slab, but are {dtypes}")
+            for tensor in (p.tensor for p in slab.placements):
+                if (shape := tuple(tensors[tensor.name].shape)) != (*outer, *tensor.shape):
+                    wrong.append(f"  {tensor.name}: shape {shape}, planned {(*outer, *tensor.shape)}")
+        if wrong:
+            raise ValueError("these tensors are not those of the layout:\n" + "\n".join(wrong))
 
     def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         return slab_of(slab, tensors, self.num_shards, self.shares, lead=int(self.stacked))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..layout import Slab
 from ._slabs import slab_of, slab_shape, tensors_of
 from ._unit import Arrays, Unit
 
@@ -39,7 +40,7 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
         tensors: Arrays = dict(_gather(unit, smooth))  # type: ignore[arg-type]
         for slab in unit.bucket.slabs:
             if slab.name not in smooth:
-                tensors |= tensors_of(slab, lax.all_gather(shards[slab.name], unit.axis, tiled=True), unit.shares)
+                tensors |= tensors_of(slab, _whole(unit, slab, shards[slab.name]), unit.shares)
     return tensors
 
 
@@ -57,13 +58,18 @@ def _check(unit: Unit, shards: Arrays) -> None:
         )
 
 
+def _whole(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
+    # XLA gathers no empty arrays. Every device skips the same ones.
+    return lax.all_gather(shard, unit.axis, tiled=True) if slab.shard_numel else shard
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gather(unit: Unit, shards: Arrays) -> Arrays:
     tensors: Arrays = {}
     for slab in unit.bucket.slabs:
         if slab.name in shards:
             shard = unit.precision.gathered(shards[slab.name])
-            tensors |= tensors_of(slab, lax.all_gather(shard, unit.axis, tiled=True), unit.shares)
+            tensors |= tensors_of(slab, _whole(unit, slab, shard), unit.shares)
     return tensors
 
 
@@ -77,8 +83,11 @@ def _gather_bwd(unit, _, grads):
         for slab in unit.bucket.slabs:
             if slab.placements[0].tensor.name in grads:
                 whole = unit.precision.reduced(slab_of(slab, grads, unit.num_shards, unit.shares))
-                shard = lax.psum_scatter(whole, unit.axis, tiled=True).astype(slab.dtype)
-                shards[slab.name] = shard * jnp.asarray(scale, shard.dtype)
+                early = whole.dtype == jnp.float16  # whose sum over many devices would overflow
+                whole = whole * jnp.asarray(scale, whole.dtype) if early else whole
+                shard = lax.psum_scatter(whole, unit.axis, tiled=True) if slab.shard_numel else whole
+                shard = shard.astype(slab.dtype)
+                shards[slab.name] = shard if early else shard * jnp.asarray(scale, shard.dtype)
     return (shards,)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ._check import is_array
 from ._precision import FULL
 from ._remat import resharding
 from ._tree import ShardedTree
@@ -39,21 +40,23 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
       ...     return x
     """
 
-    def leaves(args):
-        return jax.tree.leaves(args, is_leaf=_is_sharded)
-
     @wraps(function)
-    def wrapped(*args):
-        units = [x for x in leaves(args) if _is_sharded(x)]
+    def wrapped(*args, **kwargs):
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_sharded)
+        units = [x.unit for x in leaves if _is_sharded(x)]
+        precision = units[0].precision if units else FULL
+        dynamic = [_is_sharded(x) or is_array(x) for x in leaves]  # a flag stays what it is
 
-        precision = units[0].unit.precision if units else FULL
+        def run(values):
+            parts, given = [], iter(values)
+            for leaf, is_dynamic in zip(leaves, dynamic, strict=True):
+                value = next(given) if is_dynamic else leaf
+                parts.append(unshard(value) if _is_sharded(value) else precision.inputs(value))
+            args, kwargs = jax.tree.unflatten(treedef, parts)
+            return precision.outputs(function(*args, **kwargs))
 
-        def run(*args):
-            parts = [unshard(x) if _is_sharded(x) else precision.inputs(x) for x in leaves(args)]
-            opened = jax.tree.unflatten(jax.tree.structure(args, is_leaf=_is_sharded), parts)
-            return precision.outputs(function(*opened))
-
-        return resharding(run, policy, scanned=any(x.unit.stacked for x in units))(*args)
+        values = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
+        return resharding(run, policy, scanned=any(unit.stacked for unit in units))(values)
 
     return wrapped
 

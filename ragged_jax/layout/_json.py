@@ -39,7 +39,7 @@ def load(cls: type[T], text: str | bytes) -> T:
     from pydantic import ValidationError
 
     try:
-        document: Any = json.loads(text)
+        document: Any = json.loads(text, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise LayoutError(f"not a layout file: {error}") from None
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
@@ -54,6 +54,13 @@ def load(cls: type[T], text: str | bytes) -> T:
     except ValidationError as error:
         faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
         raise LayoutError("not a valid layout file:\n" + "\n".join(faults)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):  # another reader might take the other one
+        raise ValueError("an object has the same key twice")
+    return values
 
 
 def _path(location: tuple[int | str, ...]) -> str:

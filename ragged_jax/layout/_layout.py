@@ -16,6 +16,8 @@ from ._slab import Bucket, Placement, Slab
 from ._storage import can_be_tiled, cuts
 from ._tensor import TensorSpec
 
+MAX_SHARDS = 2**20
+
 
 class Location(NamedTuple):
     """Where a tensor lies."""
@@ -190,8 +192,10 @@ class Layout:
 
     def faults(self) -> list[str]:
         """Every way in which the layout breaks its own rules, by path; empty for a sound one."""
-        if self.num_shards < 1:
-            return [f"num_shards is {self.num_shards}, must be at least 1"]
+        if not 1 <= self.num_shards <= MAX_SHARDS:
+            return [f"num_shards is {self.num_shards}, must be between 1 and {MAX_SHARDS}"]
+        if self.shares is not None and max(self.shares, default=0) > MAX_SHARDS:
+            return [f"a share is {max(self.shares)}, must be at most {MAX_SHARDS}"]
         if self.shares is not None and (len(self.shares) != self.num_shards or min(self.shares) < 1):
             return [f"shares {self.shares} must be {self.num_shards} numbers of at least 1"]
         found = []
@@ -200,6 +204,8 @@ class Layout:
         buckets = Counter(bucket.name for bucket in self.buckets)
         found += [f"{count} buckets are called {name!r}" for name, count in buckets.items() if count > 1]
         for bucket in self.buckets:
+            if bucket.stack is not None and bucket.stack < 0:
+                found.append(f"bucket {bucket.name!r}: stack is {bucket.stack}, must be at least 0")
             slabs = Counter(slab.name for slab in bucket.slabs)
             found += [f"bucket {bucket.name!r}: {n} slabs are called {s!r}" for s, n in slabs.items() if n > 1]
             for slab in bucket.slabs:
@@ -217,6 +223,8 @@ class Layout:
                 yield f"a sole slab holds one tensor of {length} rows, got {shapes}"
             if any(p.storage != "row_major" for p in slab.placements):
                 yield "a sole slab keeps its tensor's shape, so it cannot be tiled"
+            if any(p.offset or p.tensor.name != slab.name for p in slab.placements):
+                yield "a sole slab has its tensor's name, and the tensor starts at 0"
         end, size = 0, self.num_parts * slab.shard_numel
         for placement in slab.placements:
             tensor, offset = placement.tensor, placement.offset
@@ -226,6 +234,8 @@ class Layout:
                 yield f"{tensor.name} is {tensor.dtype}, the slab {slab.dtype}"
             if offset < end:
                 yield f"{tensor.name} starts at {offset}, before {end}, where the tensor ahead of it ends"
+            if offset % slab.width or tensor.numel % slab.width:
+                yield f"{tensor.name} does not fill rows of {slab.width}: {tensor.numel} elements from {offset} on"
             end = max(end, offset + tensor.numel)
             if placement.storage == "tiled" and not can_be_tiled(tensor):
                 yield f"{tensor.name} is tiled, but {tensor.block!r} of a shape {tensor.shape} has no tiles"

@@ -7,6 +7,7 @@ from ._block import Block, elements
 from ._dtypes import itemsize
 from ._errors import STRICT
 
+MAX_DIMS = 64
 MAX_NUMEL = 2**53  # beyond it an offset is no longer exact in JSON readers that use doubles
 
 _ANYWHERE = elements(1)
@@ -36,6 +37,10 @@ class TensorSpec:
     def __post_init__(self):
         if any(type(size) is not int or size < 0 for size in self.shape):
             raise ValueError(f"{self.name}: shape {self.shape} must hold integers of at least 0")
+        if len(self.shape) > MAX_DIMS or any(size > MAX_NUMEL for size in self.shape):
+            raise ValueError(f"{self.name:.80}: more than {MAX_DIMS} dims, or one of more than 2**53")
+        if self.block.dim and self.block.dim >= len(self.shape) > 1:
+            raise ValueError(f"{self.name}: {self.block!r} of a tensor with {len(self.shape)} dims")
         if math.prod(self.shape) > MAX_NUMEL:
             raise ValueError(f"{self.name}: {math.prod(self.shape)} elements are more than 2**53")
         itemsize(self.dtype)
