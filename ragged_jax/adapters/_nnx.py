@@ -185,8 +185,9 @@ def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUn
 
 @full_params_registry.register
 def _(model: nnx.Module, like: Any = None) -> nnx.State:
-    wrt = next(info.wrt for _, _, info in _units(model))
-    return full_params_registry(nnx.state(model, wrt), model)
+    if (info := info_of(model)) is None:
+        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
+    return full_params_registry(nnx.state(model, info.wrt), model)
 
 
 @full_params_registry.register

@@ -94,6 +94,8 @@ def _matches(rule: ModuleUnits, path: Path, module: nnx.Module) -> bool:
         return False
     if isinstance(rule, type | tuple):
         return isinstance(module, rule)
+    if not callable(rule):
+        raise TypeError(f"units and stacked take a class, a tuple of classes or a predicate, got {rule!r}")
     return rule(join(path), module)
 
 

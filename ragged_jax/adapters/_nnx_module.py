@@ -208,7 +208,7 @@ def _gathering(method: Callable, name: str) -> Callable:
         if info.unit.axis not in jax.sharding.get_abstract_mesh().manual_axes:
             raise RuntimeError(
                 f"{original_class(self).__name__}.{name} was called on a fully sharded module outside of "
-                "`value_and_grad` and `apply`; write `apply(lambda model, x: ...)(model, x)`"
+                "this library's `value_and_grad` and `apply`; write `apply(lambda model, x: ...)(model, x)`"
             )
         graphdef, params, state = nnx.split((self, args, kwargs), info.wrt, ...)
         precision = info.unit.precision

@@ -90,6 +90,7 @@ def batch_divides(leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tup
             f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}), and these do not "
             "divide:\n"
             + "\n".join(bad)
-            + "\nPad the batch (and give padded examples weight 0), drop the rest, or wrap an argument that every "
+            + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
+            "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "
             "device needs whole in `rj.replicated`."
         )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..layout import Slab
+from ._joined import vary
 from ._slabs import slab_of, slab_shape, tensors_of
 from ._unit import Arrays, Unit
 
@@ -85,7 +86,10 @@ def _gather_bwd(unit, _, grads):
                 whole = unit.precision.reduced(slab_of(slab, grads, unit.num_shards, unit.shares))
                 early = whole.dtype == jnp.float16  # whose sum over many devices would overflow
                 whole = whole * jnp.asarray(scale, whole.dtype) if early else whole
-                shard = lax.psum_scatter(whole, unit.axis, tiled=True) if slab.shard_numel else whole
+                if slab.shard_numel:
+                    shard = lax.psum_scatter(whole, unit.axis, tiled=True)
+                else:
+                    shard = vary(jnp.asarray(whole), unit.axes)
                 shard = shard.astype(slab.dtype)
                 shards[slab.name] = shard if early else shard * jnp.asarray(scale, shard.dtype)
     return (shards,)

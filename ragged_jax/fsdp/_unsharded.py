@@ -40,6 +40,9 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
       ...     return x
     """
 
+    if not callable(function):
+        raise TypeError(f"unsharded takes a function and gives one, got {type(function).__name__}; see `unshard`")
+
     @wraps(function)
     def wrapped(*args, **kwargs):
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_sharded)

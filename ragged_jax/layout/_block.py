@@ -128,6 +128,8 @@ def block_for(name: str, rule: BlockRule) -> Block:
     """
     if isinstance(rule, Block):
         return rule
+    if not isinstance(rule, Mapping):
+        raise TypeError(f"block={rule!r} is neither a Block such as rows(32) nor a mapping from patterns to blocks")
     for pattern, block in rule.items():
         if not isinstance(block, Block):
             raise TypeError(f"block[{pattern!r}] is {block!r}, not a Block such as rows(32)")

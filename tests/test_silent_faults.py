@@ -1,0 +1,157 @@
+"""What once gave a wrong number without a word, and must now give the right one or an error."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from models import make_mesh
+
+import ragged_jax as rj
+from ragged_jax.layout import Bucket, Layout, LayoutError, Placement, Slab, TensorSpec
+
+W = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+X = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def sharded(**kwargs):
+    return rj.shard_tree({"w": W}, make_mesh(8), axis="fsdp", **kwargs)
+
+
+def test_a_loss_that_is_reduced_already():
+    """Token-weighted losses of padded batches are written so."""
+    weights = np.array([1, 2, 3, 4, 5, 6, 7, 0], np.float32)
+
+    def weighted(params, x, w, psum):
+        return psum(((x @ params["w"]) ** 2 * w[:, None]).sum()) / psum(w.sum())
+
+    expected = jax.value_and_grad(weighted)({"w": W}, X, weights, lambda s: s)
+    total = lambda s: lax.psum(s, "fsdp")
+    for function, want in (
+        (lambda p, x: lax.pmean(loss(p, x), "fsdp"), jax.value_and_grad(loss)({"w": W}, X)),
+        (lambda p, x: weighted(p, x, lax.dynamic_slice(weights, (lax.axis_index("fsdp"),), (1,)), total), expected),
+    ):
+        value, grads = jax.jit(rj.value_and_grad(function))(sharded(), X)
+        np.testing.assert_allclose(value, want[0], rtol=1e-5)
+        np.testing.assert_allclose(rj.full_params(grads)["w"], want[1]["w"], rtol=1e-5)
+
+
+def test_apply_is_not_differentiated_by_its_model():
+    with jax.set_mesh(make_mesh(8)), pytest.raises(TypeError, match="use `value_and_grad`"):
+        jax.jit(jax.grad(lambda p: rj.apply(loss)(p, X)))(sharded())
+
+
+def test_shards_of_a_unit_cannot_be_taken_for_its_parameters():
+    class Layer(nnx.Module):
+        def __init__(self):
+            self.linear = nnx.Linear(512, 512, use_bias=False, rngs=nnx.Rngs(0))
+
+        def __call__(self, x):
+            return self.linear(x)
+
+        @property
+        def penalty(self):
+            return jnp.sum(self.linear.kernel[...] ** 2)
+
+    class Outer(nnx.Module):
+        def __init__(self):
+            self.layer = Layer()
+
+        def __call__(self, x):
+            return self.layer(x)
+
+    model = rj.fully_shard(Outer(), make_mesh(8), axis="fsdp", units=Layer)
+    assert model.layer.linear.kernel.shape == (512, 512)
+    x = np.ones((8, 512), np.float32)
+    np.testing.assert_allclose(rj.apply(lambda m, x: m(x))(model, x), Outer()(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RuntimeError, match="layer/linear/kernel is sharded"):
+        rj.apply(lambda m, x: m.layer.penalty)(model, x)
+
+
+def test_paths_that_are_ambiguous():
+    params = {"a/b": np.ones(3, np.float32), "a": {"b": np.zeros(3, np.float32)}}
+    with pytest.raises(ValueError, match="ambiguous: a/b"):
+        rj.shard_tree(params, make_mesh(8), axis="fsdp")
+
+
+def test_shard_like_wants_the_shapes_of_the_layout():
+    with pytest.raises(ValueError, match=r"w: shape \(3, 4\), planned \(4, 3\)"):
+        rj.shard_like({"w": W.T}, sharded())
+    pair = rj.shard_tree({"v": np.ones(5, np.float32), "w": W}, make_mesh(8), axis="fsdp")
+    with pytest.raises(ValueError, match="share a slab, but are"):
+        rj.shard_like({"v": np.ones(5, np.float32), "w": W.astype(np.int32)}, pair)
+
+
+def test_float16_gradients_are_scaled_before_they_are_summed():
+    tree = sharded(precision=rj.MixedPrecision("float16"))
+    _, grads = jax.jit(rj.value_and_grad(lambda p, x: p["w"].astype(jnp.float32).sum() * 10000))(tree, X)
+    np.testing.assert_allclose(rj.full_params(grads)["w"], 10000, rtol=1e-3)  # two neighbours in float16 are 8 apart
+
+
+def test_a_plan_for_variables_of_another_type():
+    class Other(nnx.Param):
+        pass
+
+    def model(kind):
+        made = nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+        made.bias = kind(made.bias[...])
+        return made
+
+    plan = rj.plan(model(nnx.Param), 8)
+    with pytest.raises(ValueError, match="bias: planned"):
+        rj.fully_shard(model(Other), make_mesh(8), axis="fsdp", plan=plan)
+
+
+def test_a_bucket_without_elements():
+    tree = rj.shard_tree({"a": np.zeros((0, 3), np.float32)}, make_mesh(8), axis="fsdp")
+    value, grads = rj.value_and_grad(lambda p, x: x.mean() + p["a"].sum())(tree, np.ones(8, np.float32))
+    assert value == 1
+    assert rj.full_params(grads)["a"].shape == (0, 3)
+
+
+def test_flags_of_a_layer_stay_flags():
+    layer = rj.unsharded(lambda w, x, double, *, shift=0.0: (x @ w["w"]) * (2 if double else 1) + shift)
+    tree = rj.shard_tree({"l": {"w": W}}, make_mesh(8), axis="fsdp", units="l")
+    out = rj.apply(lambda p, x: layer(p["l"], x, True, shift=1.0))(tree, X)
+    np.testing.assert_allclose(out, 2 * X @ W + 1, rtol=1e-5)
+
+
+def document(**changes):
+    slab = Slab("s", "float32", 2, 4, (Placement(TensorSpec("a", (8,)), 0),))
+    values = json.loads(Layout(2, (Bucket("", (slab,)),)).to_json())
+    for path, value in changes.items():
+        *parents, last = [int(key) if key.isdigit() else key for key in path.split("__")]
+        node = values
+        for key in parents:
+            node = node[key]
+        node[last] = value
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"buckets__0__slabs__0__placements__0__offset": 2}, "does not fill rows of 4"),
+        ({"num_shards": 10**9}, "must be between 1 and"),
+        ({"shares": [10**9, 1]}, "must be at most"),
+        ({"buckets__0__stack": -3}, "stack is -3"),
+        ({"buckets__0__slabs__0__placements__0__tensor__shape": [10**18, 0]}, "more than 64 dims"),
+        ({"buckets__0__slabs__0__placements__0__tensor__shape": [1] * 100}, "more than 64 dims"),
+    ],
+)
+def test_layout_files_that_lie(changes, match):
+    Layout.from_json(document())
+    with pytest.raises(LayoutError, match=match):
+        Layout.from_json(document(**changes))
+
+
+def test_a_layout_file_that_says_a_thing_twice():
+    with pytest.raises(LayoutError, match="same key twice"):
+        Layout.from_json(document().replace('"num_shards": 2', '"num_shards": 4, "num_shards": 2'))
