@@ -84,15 +84,21 @@ def _gather_bwd(unit, _, grads):
         for slab in unit.bucket.slabs:
             if slab.placements[0].tensor.name in grads:
                 whole = unit.precision.reduced(slab_of(slab, grads, unit.num_shards, unit.shares))
-                early = whole.dtype == jnp.float16  # whose sum over many devices would overflow
-                whole = whole * jnp.asarray(scale, whole.dtype) if early else whole
-                if slab.shard_numel:
-                    shard = lax.psum_scatter(whole, unit.axis, tiled=True)
-                else:
-                    shard = vary(jnp.asarray(whole), unit.axes)
-                shard = shard.astype(slab.dtype)
-                shards[slab.name] = shard if early else shard * jnp.asarray(scale, shard.dtype)
+                # A sum over many devices overflows float16, so there the mean is taken first.
+                before, after = (scale, 1) if whole.dtype == jnp.float16 else (1, scale)
+                shard = _sum_scattered(unit, slab, _scaled(whole, before)).astype(slab.dtype)
+                shards[slab.name] = _scaled(shard, after)
     return (shards,)
+
+
+def _sum_scattered(unit: Unit, slab: Slab, whole: jax.Array) -> jax.Array:
+    if slab.shard_numel:
+        return lax.psum_scatter(whole, unit.axis, tiled=True)
+    return vary(jnp.asarray(whole), unit.axes)
+
+
+def _scaled(x: jax.Array, scale: float) -> jax.Array:
+    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
