@@ -21,7 +21,7 @@ class Seen(NamedTuple):
 def seeing() -> optax.GradientTransformation:
     """Remembers what its parameters are, and checks that they are still that when they are updated."""
 
-    def init(params):
+    def init(params) -> Any:
         return Seen(leaves_of(params), jax.tree.map(jnp.zeros_like, params))
 
     def update(updates, state, params=None) -> Any:
