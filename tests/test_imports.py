@@ -46,6 +46,13 @@ def test_the_probe_can_fail(module):
     assert "brought in" in result.stderr
 
 
+@pytest.mark.parametrize(("imports", "passes"), [("torch_bridge", True), ("torch_bridge, jax", False)])
+def test_jax_stays_out_of_the_torch_bridge(imports, passes):
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    result = probe(f"import {imports}; [sys.modules.pop(m, None) for m in list(sys.modules) if m == 'torch']")
+    assert (result.returncode == 0) == passes, result.stderr
+
+
 @pytest.mark.parametrize(("imports", "passes"), [("ragged_jax.fsdp, ragged_jax.adapters", True), ("torch", False)])
 def test_torch_stays_out(tmp_path, imports, passes):
     """With a torch there to be imported, whether or not the real one is installed."""
