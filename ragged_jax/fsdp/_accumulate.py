@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ._argument import Argument
 from ._check import is_key
-from ._joined import varying, vary
+from ._joined import vary, varying
 from ._precision import FULL
 from ._sink import WithSink, drain, make_sink
 from ._spmd import Call, flat_specs
@@ -44,7 +44,7 @@ class Variables:
         pairs = zip(self.shards, self.specs, self.is_slab, strict=True)
         return [make_sink(x, s, self.axes, self.dtype) if slab else vary(x, self.axes) for x, s, slab in pairs]
 
-    def params(self, values: Sequence[jax.Array]) -> Any:
+    def params(self, values: Sequence[Any]) -> Any:
         """The parameters that the function gets, as a function of what is differentiated."""
         if self.whole:
             pairs = zip(self.shards, values, self.is_slab, strict=True)
@@ -77,7 +77,7 @@ def microbatches(
     Args:
       call: the call whose batch it is.
       step: of state and microbatch; returns loss, output, closed state and gradients.
-      forward: the same without gradients; returns output and closed state.
+      forward: the same without gradients; returns the closed state.
       zeros: where the sum of the gradients starts.
       state: by model, what the first microbatch finds.
       batch: this device's share.
@@ -124,7 +124,7 @@ def _carried(state: Any, forward: Callable) -> dict[str, Any]:
     """The state that a call changes, typed as the call leaves it: it may differ between devices afterwards."""
     carried: dict[str, Any] = {}
     while jax.tree.leaves(state):
-        _, closed = jax.eval_shape(lambda s=carried: forward(_update(state, s)))
+        closed = jax.eval_shape(lambda s=carried: forward(_update(state, s)))
         left, before = dict(_named(closed)), dict(_named(_update(state, carried)))
         now = {path: vary(x, tuple(varying(left[path]))) for path, x in before.items() if path in left}
         if now.keys() == carried.keys() and all(varying(x) == varying(carried[path]) for path, x in now.items()):

@@ -90,8 +90,8 @@ def batch_divides(
     if bad:
         parts = f", and on each into {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise ValueError(
-            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}){parts}, and these do "
-            "not divide:\n"
+            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}){parts}, and these "
+            "do not divide:\n"
             + "\n".join(bad)
             + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
             "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "

@@ -11,7 +11,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes over which a traced value may differ."""
-    kind = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     if hasattr(kind, "manual_axis_type"):
         return kind.manual_axis_type.varying
     return kind.vma  # the name of other jax releases

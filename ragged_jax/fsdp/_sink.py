@@ -5,7 +5,6 @@ was gathered. So a slab's shard gets a companion: a *sink*, zeros in the shape o
 only the shard, and in backward it gives the gradient of the whole slab, packed and not reduced, to the sink.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -84,5 +83,5 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
 
 
-def _sharded_dim(spec: Sequence[Any], axis: str) -> int | None:
+def _sharded_dim(spec: PartitionSpec, axis: str) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if entry == axis or entry == (axis,)), None)

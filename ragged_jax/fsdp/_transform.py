@@ -98,8 +98,8 @@ def value_and_grad(
             else:
                 values = {i: variables[i].values() for i in indices}
                 zeros = {i: variables[i].zeros(values[i]) for i in indices}
-                outputs = lambda state, batch: forward(values, state, batch)[1]
-                loss, aux, closed, sums = microbatches(call, step, outputs, zeros, state, batch, num)
+                left = lambda state, batch: forward(values, state, batch)[1][1]
+                loss, aux, closed, sums = microbatches(call, step, left, zeros, state, batch, num)
             return call.mean(loss), aux, closed, {i: variables[i].gradient(sums[i]) for i in indices}
 
         call = Call(models, args, kwargs, num_microbatches)
