@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
+    from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
+    from .fsdp import all_finite as all_finite
     from .fsdp import apply as apply
     from .fsdp import full_params as full_params
     from .fsdp import get_layout as get_layout
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from .fsdp import unshard as unshard
     from .fsdp import unsharded as unsharded
     from .fsdp import value_and_grad as value_and_grad
+    from .fsdp import varying as varying
     from .layout import Block as Block
     from .layout import Layout as Layout
     from .layout import LayoutError as LayoutError
@@ -36,8 +39,10 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard"),
     "fsdp": (
+        "DynamicLossScale",
         "MixedPrecision",
         "ShardedTree",
+        "all_finite",
         "apply",
         "full_params",
         "get_layout",
@@ -48,6 +53,7 @@ _HOME = {
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
     ),
     "layout": ("Block", "Layout", "LayoutError", "RaggedShard", "elements", "rows", "tile", "whole"),
 }

@@ -66,12 +66,14 @@ def test_the_public_surface():
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
     assert names == [
         "Block",
+        "DynamicLossScale",
         "Layout",
         "LayoutError",
         "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
+        "all_finite",
         "apply",
         "elements",
         "full_params",
@@ -86,6 +88,7 @@ def test_the_public_surface():
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
         "whole",
     ]
     parameters = {

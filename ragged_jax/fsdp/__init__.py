@@ -18,6 +18,8 @@ from ._leaves import Leaves as Leaves
 from ._leaves import SlabOf as SlabOf
 from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import all_finite as all_finite
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
@@ -25,6 +27,7 @@ from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
+from ._spmd import varying as varying
 from ._transform import apply as apply
 from ._transform import value_and_grad as value_and_grad
 from ._tree import ShardedTree as ShardedTree

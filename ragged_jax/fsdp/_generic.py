@@ -6,6 +6,7 @@ from typing import Any
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
+from . import _check as check
 from ._tree import ShardedTree, tree_groups
 from ._unit import Unit
 
@@ -97,7 +98,9 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    return planner.plan(groups_of(model, block, units, stacked), num_shards, **options)
+    groups = groups_of(model, block, units, stacked)
+    check.block_patterns(block, groups)
+    return planner.plan(groups, num_shards, **options)
 
 
 @full_params_registry.register

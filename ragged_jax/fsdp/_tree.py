@@ -116,6 +116,8 @@ def shard_tree(
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(params, units, stacked)
     groups = [part.group(block or elements(1)) for part in root.walk()]
+    check.block_patterns(block, groups)
+    check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     return root.build(layout, mesh, axes, precision)
 
