@@ -75,10 +75,13 @@ def test_the_public_surface():
         "ShardedTree",
         "all_finite",
         "apply",
+        "combine",
         "elements",
         "full_params",
         "fully_shard",
         "get_layout",
+        "labelled",
+        "partition",
         "plan",
         "replicated",
         "rows",
@@ -97,7 +100,7 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision",
+            "precision", "label",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label"],
     }  # fmt: skip

@@ -11,6 +11,9 @@ from ._generic import plan as plan
 from ._generic import shard_like as shard_like
 from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
+from ._labels import LabelRule as LabelRule
+from ._labels import has_label as has_label
+from ._labels import label_groups as label_groups
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
 from ._leaves import Leaf as Leaf
@@ -20,6 +23,8 @@ from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import all_finite as all_finite
+from ._partition import combine as combine
+from ._partition import partition as partition
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for

@@ -7,6 +7,7 @@ from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
 from . import _check as check
+from ._labels import LabelRule, label_groups
 from ._tree import ShardedTree, tree_groups
 from ._unit import Unit
 
@@ -83,6 +84,7 @@ def plan(
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
+    label: LabelRule = None,
     **options: Any,
 ) -> Plan:
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
@@ -90,7 +92,7 @@ def plan(
     Args:
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
-      block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
     Example:
@@ -98,7 +100,7 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    groups = groups_of(model, block, units, stacked)
+    groups = label_groups(groups_of(model, block, units, stacked), label)
     check.block_patterns(block, groups)
     return planner.plan(groups, num_shards, **options)
 

@@ -25,7 +25,7 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
 
     Args:
       unit: the bucket on its mesh.
-      shards: by slab name, this device's part.
+      shards: by slab name, this device's part. Slabs that are left out, or None, are not gathered.
 
     Returns:
       By tensor name, the whole tensors.
@@ -34,6 +34,7 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
       ValueError: a shard has another shape than the layout says, which happens when a stack is used as a
         single layer or the reverse.
     """
+    shards = {name: x for name, x in shards.items() if x is not None}
     sinks = {name: x.sink for name, x in shards.items() if isinstance(x, WithSink)}
     shards = {name: x.shard if name in sinks else x for name, x in shards.items()}  # type: ignore[attr-defined]
     _check(unit, shards)
@@ -45,7 +46,7 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
         dtypes = tuple((name, str(sink.dtype)) for name, sink in sinks.items())
         tensors: Arrays = dict(_gather(unit, dtypes, smooth, sinks))  # type: ignore[arg-type]
         for slab in unit.bucket.slabs:
-            if slab.name not in smooth:
+            if slab.name in shards and slab.name not in smooth:
                 tensors |= tensors_of(slab, _whole(unit, slab, shards[slab.name]), unit.shares)
     return tensors
 
@@ -53,6 +54,8 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
 def _check(unit: Unit, shards: Arrays) -> None:
     wrong = []
     for slab in unit.bucket.slabs:
+        if slab.name not in shards:
+            continue
         expected, got = slab_shape(slab, unit.share), shards[slab.name].shape
         if got != expected:
             wrong.append(f"  {slab.name}: {got} on this device, planned {expected}")
