@@ -73,17 +73,22 @@ def test_the_public_surface():
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
     assert names == [
         "Block",
+        "DynamicLossScale",
         "Layout",
         "LayoutError",
         "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
+        "all_finite",
         "apply",
+        "combine",
         "elements",
         "full_params",
         "fully_shard",
         "get_layout",
+        "labelled",
+        "partition",
         "plan",
         "replicated",
         "rows",
@@ -93,6 +98,7 @@ def test_the_public_surface():
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
         "whole",
     ]
     parameters = {
@@ -101,7 +107,7 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision",
+            "precision", "label",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label"],
     }  # fmt: skip
