@@ -82,13 +82,16 @@ def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
         )
 
 
-def batch_divides(leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tuple[str, ...]) -> None:
-    """Raises ValueError when dim 0 of a batch leaf does not divide over the devices."""
-    bad = [f"  {name}: shape {x.shape}" for name, x in leaves if x.shape[0] % num_devices]
+def batch_divides(
+    leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tuple[str, ...], num_microbatches: int = 1
+) -> None:
+    """Raises ValueError when dim 0 of a batch leaf does not divide over the devices and microbatches."""
+    bad = [f"  {name}: shape {x.shape}" for name, x in leaves if x.shape[0] % (num_devices * num_microbatches)]
     if bad:
+        parts = f", and on each into {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise ValueError(
-            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}), and these do not "
-            "divide:\n"
+            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}){parts}, and these "
+            "do not divide:\n"
             + "\n".join(bad)
             + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
             "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "

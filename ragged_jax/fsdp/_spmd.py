@@ -36,9 +36,16 @@ class Call:
     Args:
       models: by position, the arguments that are sharded models.
       args, kwargs: all arguments as the user gave them.
+      num_microbatches: into how many parts each device's share of the batch is split.
     """
 
-    def __init__(self, models: Mapping[int, Argument], args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(
+        self,
+        models: Mapping[int, Argument],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_microbatches: int = 1,
+    ):
         self.models = models
         unit = next(model.unit for model in models.values() if model.unit is not None)
         self.mesh, self.axes = unit.mesh, unit.axes
@@ -48,7 +55,8 @@ class Call:
         self._leaves = [leaf for _, leaf in flat]
         self._specs = [_leaf_spec(leaf, self.axes) for leaf in self._leaves]
         split = [(_argument_name(path), leaf) for path, leaf in flat if _is_split(leaf)]
-        check.batch_divides(split, self.num_devices, self.axes)
+        check.batch_divides(split, self.num_devices, self.axes, num_microbatches)
+        self.is_split = [_is_split(leaf) for leaf, spec in self._pairs() if spec is not None]
 
     def run(self, function: Callable, params: Mapping, state: Mapping, batch: Sequence) -> tuple[Any, dict]:
         """Inside `shard_map`: the function's output, and the state that it left in the models."""
@@ -72,17 +80,6 @@ class Call:
     def mean(self, x: jax.Array) -> jax.Array:
         """Inside: the mean over the devices, the same on all."""
         return lax.pmean(vary(x, self.axes), self.axes)
-
-    def mean_grads(self, index: int, grads: Any) -> Any:
-        """Inside: the gradient with its replicated leaves averaged.
-
-        Those of sharded leaves are means already; autodiff sums the others over the devices, because the cast
-        of a replicated value to a varying one transposes to a sum.
-        """
-        leaves, treedef = jax.tree.flatten(grads)
-        specs = _flat_specs(self.models[index].specs[0])
-        mean = [g / self.num_devices if spec == PartitionSpec() else g for g, spec in zip(leaves, specs, strict=True)]
-        return jax.tree.unflatten(treedef, mean)
 
     def spmd(self, body: Callable, indices: Sequence[int]) -> tuple[Any, Any, dict]:
         """Runs `body` on every device and commits the state that it leaves.
@@ -130,7 +127,7 @@ class Call:
     def _enter(self, run: Callable, inputs: Any, in_specs: Any) -> Any:
         """Calls `run` with its inputs where it wants them, under jit in any case."""
         leaves, treedef = jax.tree.flatten(inputs)
-        specs = _flat_specs(jax.tree.map(lambda s, sub: _broadcast(s, sub), in_specs, inputs, is_leaf=_is_spec))
+        specs = flat_specs(jax.tree.map(lambda s, sub: _broadcast(s, sub), in_specs, inputs, is_leaf=_is_spec))
         shardings = [NamedSharding(self.mesh, spec) for spec in specs]
         if not any(check.is_traced(x) for x in leaves):
             placed = [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
@@ -174,5 +171,6 @@ def _broadcast(spec: PartitionSpec, subtree: Any) -> Any:
     return jax.tree.map(lambda _: spec, subtree)
 
 
-def _flat_specs(specs: Any) -> list[PartitionSpec]:
+def flat_specs(specs: Any) -> list[PartitionSpec]:
+    """The partition specs in a pytree of them, in the order of its leaves."""
     return jax.tree.leaves(specs, is_leaf=_is_spec)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from ._accumulate import Variables, microbatches
 from ._argument import Argument, as_argument
 from ._joined import vary
 from ._spmd import Call
@@ -18,6 +20,9 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    num_microbatches: int = 1,
+    reduce: Literal["once", "each"] = "once",
+    accumulate_dtype: DTypeLike | None = None,
 ) -> Callable:
     """`jax.value_and_grad` for a sharded model: the batch is split over the devices, the loss is their mean.
 
@@ -32,6 +37,14 @@ def value_and_grad(
       has_aux: whether the function returns `(loss, aux)`; for what becomes of aux, see `apply`.
       allow_int: gives integer leaves of a pytree a zero gradient instead of refusing them. Mask them from
         the optimizer: weight decay would move them.
+      num_microbatches: runs every device's share of the batch in so many parts, one after the other, and adds up
+        their gradients: gradient accumulation. State that the function leaves passes from one to the next, random
+        keys differ; aux arrays are concatenated in the order of the batch, what is the same on all devices is
+        averaged.
+      reduce: with several microbatches, `"once"` adds up the gradients of whole slabs on each device and reduces
+        the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
+        each microbatch and adds up shards.
+      accumulate_dtype: to add up in; by default that of the parameters.
 
     Returns:
       A function of the same arguments that returns what `jax.value_and_grad` returns: the mean loss (and aux),
@@ -40,7 +53,18 @@ def value_and_grad(
     Raises:
       TypeError: an argument to differentiate is not a sharded model, or holds integers.
       ValueError: a batch that does not divide, with every bad leaf.
+
+    Example:
+      >>> from ragged_jax.fsdp import full_params, shard_tree
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+      >>> params = shard_tree({"w": jnp.ones(3)}, mesh, axis="fsdp")
+      >>> x = jnp.ones((4 * jax.device_count(), 3))
+      >>> loss, grads = value_and_grad(lambda p, x: (x @ p["w"]).mean(), num_microbatches=4)(params, x)
+      >>> float(loss), full_params(grads)["w"].tolist()
+      (3.0, [1.0, 1.0, 1.0])
     """
+    if num_microbatches < 1 or reduce not in ("once", "each"):
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1, reduce={reduce!r} once or each")
 
     @wraps(function)
     def wrapped(*args, **kwargs):
@@ -48,7 +72,14 @@ def value_and_grad(
         models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
 
         def body(call: Call, params, state, batch):
-            def local_loss(chosen):
+            num, whole = num_microbatches, num_microbatches > 1 and reduce == "once"
+            variables = {
+                i: Variables(models[i], params[i], call.axes, num, whole, accumulate_dtype if num > 1 else None)
+                for i in indices
+            }
+
+            def forward(values, state, batch):
+                chosen = {i: variables[i].params(values[i]) for i in indices}
                 out, closed = call.run(function, {**params, **chosen}, state, batch)
                 loss, aux = out if has_aux else (out, None)
                 if jnp.shape(loss) != ():
@@ -56,11 +87,23 @@ def value_and_grad(
                 # A loss that was reduced already is one loss, not one of many with the same value.
                 return vary(loss, call.axes), (aux, closed)
 
-            chosen = {i: params[i] for i in indices}
-            (loss, (aux, closed)), grads = jax.value_and_grad(local_loss, has_aux=True)(chosen)
-            return call.mean(loss), aux, closed, {i: call.mean_grads(i, grads[i]) for i in indices}
+            def step(state, batch):
+                values = {i: variables[i].values() for i in indices}
+                run = jax.value_and_grad(forward, has_aux=True)
+                (loss, (aux, closed)), grads = run(values, state, batch)
+                return loss, aux, closed, grads
 
-        loss, aux, grads = Call(models, args, kwargs).spmd(body, indices)
+            if num == 1:
+                loss, aux, closed, sums = step(state, batch)
+            else:
+                values = {i: variables[i].values() for i in indices}
+                zeros = {i: variables[i].zeros(values[i]) for i in indices}
+                left = lambda state, batch: forward(values, state, batch)[1][1]
+                loss, aux, closed, sums = microbatches(call, step, left, zeros, state, batch, num)
+            return call.mean(loss), aux, closed, {i: variables[i].gradient(sums[i]) for i in indices}
+
+        call = Call(models, args, kwargs, num_microbatches)
+        loss, aux, grads = call.spmd(body, indices)
         grads = tuple(models[i].grads(grads[i]) for i in indices)
         value = (loss, aux) if has_aux else loss
         return value, (grads if isinstance(argnums, Sequence) else grads[0])
