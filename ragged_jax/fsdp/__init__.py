@@ -14,6 +14,11 @@ from ._generic import units_of as units_of
 from ._init import create as create
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
+from ._leaves import Leaf as Leaf
+from ._leaves import Leaves as Leaves
+from ._leaves import SlabOf as SlabOf
+from ._leaves import leaves_of as leaves_of
+from ._leaves import slabs_in as slabs_in
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -35,6 +36,13 @@ class Unit:
     axes: tuple[str, ...]
     shares: Shares = None
     precision: MixedPrecision = FULL
+
+    def __hash__(self):  # part of jit's cache key: asked for in every step
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision))
 
     @property
     def axis(self) -> str:
