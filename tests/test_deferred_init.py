@@ -133,3 +133,12 @@ def test_no_device_holds_a_whole_tensor(num_devices):
     assert max(a.output_size_in_bytes for a in analyses) <= layout.shard_nbytes
     assert max(a.temp_size_in_bytes for a in analyses) <= 5 * layout.shard_nbytes
     assert max(a.output_size_in_bytes for a in analyses) < whole / 3
+
+
+def test_the_process_never_holds_the_model_twice():
+    """Peak memory of a process that creates 63 MiB, of which the largest tensor has 8, on 7 virtual devices."""
+    sizes = (7, 3, 512)
+    born, sharded = (measure_apart(way, *sizes) for way in ("deferred", "replicated"))
+    assert born["device"] < 1.01 * born["model"] / 7
+    assert born["peak"] < 3 * born["model"]
+    assert sharded["peak"] > 6 * sharded["model"]
