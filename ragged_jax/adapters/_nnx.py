@@ -12,6 +12,7 @@ from ..fsdp import (
     PrecisionRule,
     Unit,
     as_argument,
+    create,
     fold_in_device,
     full_params_registry,
     groups_of,
@@ -23,12 +24,12 @@ from ..fsdp import (
 from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
-from ._nnx_find import ModuleUnits, Path, find, get_path, join
+from ._nnx_find import ModuleUnits, Owned, Path, find, get_path, join
 from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of
 
 
 def fully_shard(
-    model: nnx.Module,
+    model: nnx.Module | Callable[[], nnx.Module],
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...],
@@ -44,7 +45,9 @@ def fully_shard(
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
     Args:
-      model: the module. Its other variables (statistics, random state) are replicated.
+      model: the module. Its other variables (statistics, random state) are replicated. Or a function of no
+        arguments that makes it: its parameters are then born as shards, with the same bits, and nothing is ever
+        whole (see `create`).
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       units: which submodules gather their parameters when they are called and drop them afterwards: a class,
@@ -69,23 +72,45 @@ def fully_shard(
       TypeError: parameters that are not numeric arrays.
     """
     axes = check.mesh_axes(mesh, axis)
+    make = None if isinstance(model, nnx.Module) else model
+    model = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
     groups = [own.group(block or elements(1)) for own in owned]
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    _replicate_state(model, wrt, mesh)
-    for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
-        slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
+    made = [
+        Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
+    ]
+    if make is None:
+        _replicate_state(model, wrt, mesh)
+        slabs = {unit.bucket.name: unit.shard(_values(own)) for unit, own in zip(made, owned, strict=True)}
+    else:
+        slabs, state = create(lambda: _made(make(), wrt, units, stacked), made)
+        nnx.update(model, state)
+    for unit, own in zip(reversed(made), reversed(owned), strict=True):  # innermost first: a unit may hold units
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs[own.name])
     return model
+
+
+def _values(own: Owned) -> dict[str, Any]:
+    return {name: variable.get_value() for name, (variable, _) in own.params.items()}
+
+
+def _made(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) -> tuple[dict[str, Any], Any]:
+    """A model's parameters by name, and what else there is of it."""
+    params = {name: x for own in find(model, wrt, units, stacked) for name, x in _values(own).items()}
+    return params, _state(model, wrt)
+
+
+def _state(model: nnx.Module, wrt: Any) -> nnx.State:
+    return nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
 
 
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
-    state = nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
+    state = _state(model, wrt)
     if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
         nnx.update(model, jax.device_put(state, everywhere))
 

@@ -11,6 +11,7 @@ from ._generic import plan as plan
 from ._generic import shard_like as shard_like
 from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
+from ._init import create as create
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
 from ._leaves import Leaf as Leaf

@@ -6,7 +6,7 @@ from typing import Any
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
-from ._tree import ShardedTree, tree_groups
+from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
 
 
@@ -115,4 +115,4 @@ def _(like: ShardedTree, tree: Any) -> ShardedTree:
 
 @units_of.register
 def _(model: ShardedTree) -> list[Unit]:
-    return [model.unit, *(unit for child in model.children.values() for unit in units_of(child))]
+    return units_in(model)
