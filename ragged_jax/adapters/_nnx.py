@@ -10,6 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..fsdp import (
     Argument,
     PrecisionRule,
+    Specs,
+    SplitRule,
     Unit,
     as_argument,
     create,
@@ -17,6 +19,7 @@ from ..fsdp import (
     full_params_registry,
     groups_of,
     make_layout,
+    one_kind,
     precision_for,
     shard_like_registry,
     units_of,
@@ -41,6 +44,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
+    specs: Specs | None = None,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
@@ -62,6 +66,10 @@ def fully_shard(
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes. By default what the
+        variables say themselves (`nnx.with_partitioning`).
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -78,6 +86,8 @@ def fully_shard(
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
     groups = [own.group(block or elements(1)) for own in owned]
+    groups = SplitRule.of(mesh, axes, specs).split(groups, _known_specs(owned))
+    one_kind(mesh, axes, groups)
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     made = [
         Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
@@ -92,6 +102,12 @@ def fully_shard(
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
         make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs[own.name])
     return model
+
+
+def _known_specs(owned: list[Owned]) -> dict[str, PartitionSpec]:
+    """What variables say of themselves, as `nnx.with_partitioning` leaves it; flax's logical axis rules apply."""
+    known = {name: variable for own in owned for name, (variable, _) in own.params.items()}
+    return {name: spec.get_raw_value() for name, spec in nnx.get_partition_spec(known).items()}
 
 
 def _values(own: Owned) -> dict[str, Any]:

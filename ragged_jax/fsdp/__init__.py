@@ -24,6 +24,9 @@ from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
+from ._split_rule import Specs as Specs
+from ._split_rule import SplitRule as SplitRule
+from ._split_rule import one_kind as one_kind
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
 from ._transform import apply as apply

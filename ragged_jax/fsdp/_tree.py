@@ -15,6 +15,7 @@ from . import _check as check
 from ._init import create
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
+from ._split_rule import Specs, SplitRule, one_kind
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
@@ -84,6 +85,7 @@ def shard_tree(
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
+    specs: Specs | None = None,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
 
@@ -99,6 +101,9 @@ def shard_tree(
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes.
 
     Returns:
       The sharded tree.
@@ -117,7 +122,8 @@ def shard_tree(
     """
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
-    groups = [part.group(block or elements(1)) for part in root.walk()]
+    groups = SplitRule.of(mesh, axes, specs).split([part.group(block or elements(1)) for part in root.walk()], {})
+    one_kind(mesh, axes, groups)
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     if not callable(params):
         return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
