@@ -107,7 +107,7 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision", "label",
+            "precision", "label", "specs",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label"],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs"],
     }  # fmt: skip

@@ -11,6 +11,7 @@ from ._generic import plan as plan
 from ._generic import shard_like as shard_like
 from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
+from ._init import create as create
 from ._labels import LabelRule as LabelRule
 from ._labels import has_label as has_label
 from ._labels import label_groups as label_groups
@@ -30,6 +31,9 @@ from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
+from ._split_rule import Specs as Specs
+from ._split_rule import SplitRule as SplitRule
+from ._split_rule import one_kind as one_kind
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
 from ._spmd import varying as varying

@@ -24,6 +24,7 @@ _COPIES = frozenset(
         "reduce_precision",
         "reshape",
         "rev",
+        "sharding_constraint",
         "slice",
         "squeeze",
         "transpose",
@@ -60,6 +61,8 @@ def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
 def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
         return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+    if primitive.name == "shard_map":  # over the axes that split tensors
+        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in params["jaxpr"].eqns)
     return primitive.name in _COPIES or primitive.name in _ARITHMETIC
 
 
