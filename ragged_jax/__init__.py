@@ -13,8 +13,13 @@ if TYPE_CHECKING:
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
     from .fsdp import apply as apply
+    from .fsdp import check_same_on_all_processes as check_same_on_all_processes
+    from .fsdp import describe as describe
+    from .fsdp import find_nonfinite as find_nonfinite
     from .fsdp import full_params as full_params
+    from .fsdp import get as get
     from .fsdp import get_layout as get_layout
+    from .fsdp import norms as norms
     from .fsdp import plan as plan
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
@@ -39,8 +44,13 @@ _HOME = {
         "MixedPrecision",
         "ShardedTree",
         "apply",
+        "check_same_on_all_processes",
+        "describe",
+        "find_nonfinite",
         "full_params",
+        "get",
         "get_layout",
+        "norms",
         "plan",
         "replicated",
         "shard_like",

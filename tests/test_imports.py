@@ -73,10 +73,15 @@ def test_the_public_surface():
         "RaggedShard",
         "ShardedTree",
         "apply",
+        "check_same_on_all_processes",
+        "describe",
         "elements",
+        "find_nonfinite",
         "full_params",
         "fully_shard",
+        "get",
         "get_layout",
+        "norms",
         "plan",
         "replicated",
         "rows",
@@ -94,7 +99,9 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision",
+            "precision", "check_processes",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": [
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "check_processes",
+        ],
     }  # fmt: skip

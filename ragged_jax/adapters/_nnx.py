@@ -9,14 +9,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
+    Part,
     PrecisionRule,
     Unit,
     as_argument,
+    check_layout_on_all_processes,
     create,
     fold_in_device,
     full_params_registry,
     groups_of,
     make_layout,
+    params_in,
+    parts_of,
     precision_for,
     shard_like_registry,
     units_of,
@@ -41,6 +45,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
+    check_processes: bool = True,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
@@ -62,6 +67,8 @@ def fully_shard(
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -79,6 +86,8 @@ def fully_shard(
     owned = find(model, wrt, units, stacked)
     groups = [own.group(block or elements(1)) for own in owned]
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
     made = [
         Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
     ]
@@ -203,6 +212,26 @@ def _(model: nnx.Module) -> list[Unit]:
     return [info.unit for _, _, info in _units(model)]
 
 
+@parts_of.register
+def _(model: nnx.Module) -> list[Part]:
+    return [
+        Part(
+            info.unit,
+            info.slabs(module),
+            {name: tuple(join((*path, *p)) for p in paths[1:]) for name, paths in info.paths if len(paths) > 1},
+            info.reshard and path != (),  # the root is gathered at the start of a step
+        )
+        for path, module, info in _units(model)
+    ]
+
+
+@params_in.register
+def _(model: nnx.Module) -> nnx.State:
+    if (info := info_of(model)) is None:
+        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
+    return nnx.state(model, info.wrt)
+
+
 @groups_of.register
 def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
     return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
@@ -210,9 +239,7 @@ def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUn
 
 @full_params_registry.register
 def _(model: nnx.Module, like: Any = None) -> nnx.State:
-    if (info := info_of(model)) is None:
-        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
-    return full_params_registry(nnx.state(model, info.wrt), model)
+    return full_params_registry(params_in(model), model)
 
 
 @full_params_registry.register

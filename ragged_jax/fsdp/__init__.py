@@ -3,6 +3,9 @@
 from . import _check as _check
 from ._argument import Argument as Argument
 from ._argument import as_argument as as_argument
+from ._describe import BucketDescription as BucketDescription
+from ._describe import Description as Description
+from ._describe import describe as describe
 from ._generic import full_params as full_params
 from ._generic import full_params_registry as full_params_registry
 from ._generic import get_layout as get_layout
@@ -11,6 +14,7 @@ from ._generic import plan as plan
 from ._generic import shard_like as shard_like
 from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
+from ._get import get as get
 from ._init import create as create
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
@@ -19,9 +23,19 @@ from ._leaves import Leaves as Leaves
 from ._leaves import SlabOf as SlabOf
 from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
+from ._nonfinite import NonFinite as NonFinite
+from ._nonfinite import find_nonfinite as find_nonfinite
+from ._norms import norms as norms
+from ._norms import squared_norms as squared_norms
+from ._norms import total as total
+from ._parts import Part as Part
+from ._parts import parts_of as parts_of
+from ._per_slab import params_in as params_in
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
+from ._processes import check_layout_on_all_processes as check_layout_on_all_processes
+from ._processes import check_same_on_all_processes as check_same_on_all_processes
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._spmd import fold_in_device as fold_in_device

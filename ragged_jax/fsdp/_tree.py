@@ -15,6 +15,7 @@ from . import _check as check
 from ._init import create
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
+from ._processes import check_layout_on_all_processes
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
@@ -84,6 +85,7 @@ def shard_tree(
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
+    check_processes: bool = True,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
 
@@ -99,6 +101,8 @@ def shard_tree(
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The sharded tree.
@@ -119,6 +123,8 @@ def shard_tree(
     root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
     groups = [part.group(block or elements(1)) for part in root.walk()]
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
     if not callable(params):
         return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
     abstract = root.build(layout, mesh, axes, precision, lambda unit, own: {})
