@@ -98,27 +98,30 @@ def test_a_process_that_does_not_come_is_named(pair):
 
 def test_two_processes_are_one_job(pair):
     """Created, trained and looked at as in one process with as many devices."""
-    model = rj.fully_shard(OddModel(rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", units=Block)
+    model = rj.fully_shard(
+        OddModel(rngs=nnx.Rngs(0), scan=True), make_mesh(4), axis="fsdp", units=Block, stacked=Block
+    )
     loaded = {
         name: [dict(np.load(pair["out"] / f"{name}{k}.npz")) for k in range(2)] for name in ("init", "trained", "got")
     }
     for got in loaded["init"]:
         for name, value in flat(rj.full_params(model)).items():
             assert got[name].tobytes() == value.tobytes(), name
-    losses = train_sharded(model, data=batches(3, 40))
+    losses = train_sharded(model, data=batches(2, 40))
     whole = flat(rj.full_params(model))
     for rank in range(2):
         np.testing.assert_allclose(pair["results"][rank]["losses"], losses, rtol=1e-6)
         for name, value in whole.items():
             np.testing.assert_allclose(loaded["trained"][rank][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
-            if name.startswith("blocks/"):
+            if name.startswith("blocks") and name.endswith("kernel"):
                 np.testing.assert_array_equal(loaded["got"][rank][name], loaded["trained"][rank][name])
     for name, value in rj.norms(model).items():
-        np.testing.assert_allclose([r["norms"][name] for r in pair["results"]], float(value), rtol=1e-5)
+        for results in pair["results"]:
+            np.testing.assert_allclose(results["norms"][name], value, rtol=1e-5, err_msg=name)
     zero, one = (results["nonfinite"] for results in pair["results"])
     assert zero == one
-    assert zero[0].startswith("blocks/1/up/kernel[0, 0] on")
-    assert zero[0].endswith("the first of 4800 that are not finite")
+    assert zero[0].startswith("blocks/up/kernel[0, 0, 0] on")
+    assert zero[0].endswith("the first of 9600 that are not finite")
 
 
 def test_a_killed_process_ends_the_other_with_an_error(pair):

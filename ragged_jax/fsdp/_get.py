@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..layout import Placement, Slab
 from ._check import is_traced
-from ._parts import matching, names_in, parts_of
+from ._parts import Part, matching, names_in, parts_of
 from ._slabs import compact, from_stored, slab_shape
 from ._unit import Unit
 
@@ -36,21 +36,24 @@ def get(model: Any, name: str) -> Any:
       array([0., 0., 0., 0., 0.], dtype=float32)
     """
     names = names_in(parts_of(model))
-    found = {one: _tensor(*names[one]) for one in matching(name, names)}
+    places = {one: _place(*names[one]) for one in matching(name, names)}
+    arrays = {one: names[one][0].slabs[slab.name] for one, (_, slab, _) in places.items()}
+
+    def read(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return {one: _read(*places[one], array) for one, array in arrays.items()}
+
+    if any(is_traced(array) for array in arrays.values()):
+        found: dict[str, Any] = read(arrays)
+    elif all(array.is_fully_addressable for array in arrays.values()):
+        found = {one: _joined(*places[one], array) for one, array in arrays.items()}
+    else:
+        found = {one: np.asarray(x.addressable_data(0)) for one, x in jax.jit(read)(arrays).items()}
     return found[name] if name in names else found
 
 
-def _tensor(part: Any, name: str) -> Any:
-    unit: Unit = part.unit
-    slab, placement = next((slab, p) for slab in unit.bucket.slabs for p in slab.placements if p.tensor.name == name)
-    array = part.slabs[slab.name]
-    if is_traced(array):
-        return _read(unit, slab, placement, array)
-    if not array.is_fully_addressable:
-        everywhere = NamedSharding(unit.mesh, PartitionSpec())
-        whole = jax.jit(lambda x: _read(unit, slab, placement, x), out_shardings=everywhere)(array)
-        return np.asarray(whole.addressable_data(0))
-    return _joined(unit, slab, placement, array)
+def _place(part: Part, name: str) -> tuple[Unit, Slab, Placement]:
+    slabs = part.unit.bucket.slabs
+    return next((part.unit, slab, p) for slab in slabs for p in slab.placements if p.tensor.name == name)
 
 
 def _read(unit: Unit, slab: Slab, placement: Placement, array: jax.Array) -> jax.Array:
