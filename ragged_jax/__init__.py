@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fsdp import get_layout as get_layout
     from .fsdp import partition as partition
     from .fsdp import plan as plan
+    from .fsdp import quantisation_error as quantisation_error
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
     from .fsdp import shard_tree as shard_tree
@@ -52,6 +53,7 @@ _HOME = {
         "get_layout",
         "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "shard_like",
         "shard_tree",

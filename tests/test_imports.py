@@ -83,6 +83,7 @@ def test_the_public_surface():
         "labelled",
         "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "rows",
         "shard_like",

@@ -11,6 +11,7 @@ from ..fsdp import (
     Argument,
     LabelRule,
     PrecisionRule,
+    ReshardRule,
     SlabOf,
     Unit,
     as_argument,
@@ -20,6 +21,7 @@ from ..fsdp import (
     label_groups,
     make_layout,
     precision_for,
+    reshard_flags,
     shard_like_registry,
     units_of,
 )
@@ -40,7 +42,7 @@ def fully_shard(
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
     plan: Plan | Layout | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: ReshardRule = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
@@ -59,7 +61,10 @@ def fully_shard(
       wrt: the type of the variables to shard.
       plan: a plan or layout to follow instead of making one.
       reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+        called under `jax.remat` anyway, False saves a gather: the remat drops them. A mapping from patterns of
+        units' paths to bools decides for each unit; an int k is True for all but the last k units in the order of
+        the module tree, whose weights backward needs first. A stack counts as one unit: the layers of a scan share
+        one program, so that all of them drop their weights or none.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
@@ -84,11 +89,12 @@ def fully_shard(
     check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     _replicate_state(model, wrt, mesh)
+    reshard = {"": True, **reshard_flags(reshard_after_forward, [own.name for own in owned[1:]])}
     for own in reversed(owned):  # innermost first: a unit may hold units
         unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
         slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard[own.name], policy), slabs)
     return model
 
 

@@ -28,8 +28,12 @@ from ._partition import partition as partition
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
+from ._quantised_error import QuantisationError as QuantisationError
+from ._quantised_error import quantisation_error as quantisation_error
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
+from ._reshard import ReshardRule as ReshardRule
+from ._reshard import reshard_flags as reshard_flags
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
 from ._spmd import varying as varying

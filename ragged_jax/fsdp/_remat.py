@@ -59,7 +59,8 @@ def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
 
 def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
-        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+        gathers = any(eqn.primitive.name == "all_gather" for eqn in call.eqns)  # and then perhaps dequantises
+        return gathers or all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
     return primitive.name in _COPIES or primitive.name in _ARITHMETIC
 
 

@@ -102,7 +102,7 @@ class Unit:
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         lead, copies = int(self.stacked), self.bucket.num_copies
-        whole = [(p, _on_host(tensors[p.tensor.name])) for p in slab.placements]
+        whole = [(p, on_host(tensors[p.tensor.name])) for p in slab.placements]
         dtype = canonical_dtype(whole[0][1])
         stored = [(p, to_stored(p, x, lead).reshape(copies, -1)) for p, x in whole]
 
@@ -136,7 +136,7 @@ class Unit:
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
                 tensors |= tensors_of(slab, whole, self.shares, lead=int(self.stacked))
             else:
-                whole = tensors_of(slab, _on_host(array), self.shares, lead=int(self.stacked))
+                whole = tensors_of(slab, on_host(array), self.shares, lead=int(self.stacked))
                 # A view of a packed slab would keep all of it alive.
                 tensors |= whole if slab.sole else {name: np.array(x) for name, x in whole.items()}
         return tensors
@@ -149,7 +149,8 @@ def pin(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """The whole array, from all processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -12,6 +12,7 @@ from jax import lax
 
 from ..layout import Slab
 from ._joined import vary
+from ._quantised import gather_quantised
 from ._sink import WithSink, reduce_scatter
 from ._slabs import slab_of, slab_shape, tensors_of
 from ._unit import Arrays, Unit
@@ -72,13 +73,20 @@ def _whole(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
     return lax.all_gather(shard, unit.axis, tiled=True) if slab.shard_numel else shard
 
 
+def _whole_smooth(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
+    precision = unit.precision
+    if precision.gather_dtype is None or not slab.shard_numel or not jnp.issubdtype(shard.dtype, jnp.floating):
+        return _whole(unit, slab, precision.gathered(shard))
+    dtype = precision.param_dtype or shard.dtype
+    return gather_quantised(shard, unit.axis, str(precision.gather_dtype), precision.gather_block, dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(unit: Unit, sink_dtypes: tuple[tuple[str, str], ...], shards: Arrays, sinks: Arrays) -> Arrays:
     tensors: Arrays = {}
     for slab in unit.bucket.slabs:
         if slab.name in shards:
-            shard = unit.precision.gathered(shards[slab.name])
-            tensors |= tensors_of(slab, _whole(unit, slab, shard), unit.shares)
+            tensors |= tensors_of(slab, _whole_smooth(unit, slab, shards[slab.name]), unit.shares)
     return tensors
 
 
