@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .fsdp import norms as norms
     from .fsdp import partition as partition
     from .fsdp import plan as plan
+    from .fsdp import quantisation_error as quantisation_error
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
     from .fsdp import shard_tree as shard_tree
@@ -62,6 +63,7 @@ _HOME = {
         "partition",
         "norms",
         "plan",
+        "quantisation_error",
         "replicated",
         "shard_like",
         "shard_tree",

@@ -96,6 +96,7 @@ def test_the_public_surface():
             "partition",
             "norms",
             "plan",
+            "quantisation_error",
             "replicated",
             "rows",
             "shard_like",

@@ -160,7 +160,7 @@ class Unit:
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         lead, copies = int(self.stacked), self.bucket.num_copies
-        whole = [(p, _on_host(tensors[p.tensor.name])) for p in slab.placements]
+        whole = [(p, on_host(tensors[p.tensor.name])) for p in slab.placements]
         dtype, shape = canonical_dtype(whole[0][1]), self.shape(slab)
         stored = []
         for p, x in whole:
@@ -211,7 +211,7 @@ class Unit:
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
                 tensors |= self._tensors(slab, whole)
             else:
-                whole = self._tensors(slab, _on_host(array))
+                whole = self._tensors(slab, on_host(array))
                 # A view of a packed slab would keep all of it alive.
                 tensors |= whole if slab.sole else {name: np.array(x) for name, x in whole.items()}
         return tensors
@@ -224,7 +224,8 @@ def pin(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """The whole array, from all processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)
