@@ -16,6 +16,9 @@ from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
 from ._get import get as get
 from ._init import create as create
+from ._labels import LabelRule as LabelRule
+from ._labels import has_label as has_label
+from ._labels import label_groups as label_groups
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
 from ._leaves import Leaf as Leaf
@@ -23,11 +26,15 @@ from ._leaves import Leaves as Leaves
 from ._leaves import SlabOf as SlabOf
 from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import all_finite as all_finite
 from ._nonfinite import NonFinite as NonFinite
 from ._nonfinite import find_nonfinite as find_nonfinite
 from ._norms import norms as norms
 from ._norms import squared_norms as squared_norms
 from ._norms import total as total
+from ._partition import combine as combine
+from ._partition import partition as partition
 from ._parts import Part as Part
 from ._parts import parts_of as parts_of
 from ._per_slab import params_in as params_in
@@ -40,6 +47,7 @@ from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
+from ._spmd import varying as varying
 from ._transform import apply as apply
 from ._transform import value_and_grad as value_and_grad
 from ._tree import ShardedTree as ShardedTree

@@ -6,6 +6,8 @@ from typing import Any
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
+from . import _check as check
+from ._labels import LabelRule, label_groups
 from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
 
@@ -82,6 +84,7 @@ def plan(
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
+    label: LabelRule = None,
     **options: Any,
 ) -> Plan:
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
@@ -89,7 +92,7 @@ def plan(
     Args:
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
-      block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
     Example:
@@ -97,7 +100,9 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    return planner.plan(groups_of(model, block, units, stacked), num_shards, **options)
+    groups = label_groups(groups_of(model, block, units, stacked), label)
+    check.block_patterns(block, groups)
+    return planner.plan(groups, num_shards, **options)
 
 
 @full_params_registry.register

@@ -53,6 +53,11 @@ class MixedPrecision:
     def reduced(self, grad: jax.Array) -> jax.Array:
         return grad if self.reduce_dtype is None else grad.astype(self.reduce_dtype)
 
+    def summed(self, grad: jax.Array) -> jax.Array:
+        """A sum of gradients that is about to be reduced, whatever dtype it was added up in."""
+        dtype = self.reduce_dtype or self.param_dtype
+        return grad if dtype is None else grad.astype(dtype)
+
     def inputs(self, tree: Any) -> Any:
         return _cast(tree, self.param_dtype) if self.cast_inputs else tree
 
