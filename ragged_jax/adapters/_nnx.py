@@ -54,10 +54,7 @@ def fully_shard(
     policy: Callable | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
-<<<<<<< HEAD
     specs: Specs | None = None,
-=======
->>>>>>> inside
     check_processes: bool = True,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
@@ -86,13 +83,10 @@ def fully_shard(
       label: names for parts that are to be trained apart, such as those that are frozen at first: a mapping from
         path patterns to labels, or a function of the path. Parameters of different labels never share a slab, so
         that a filter can choose between them; see `labelled`.
-<<<<<<< HEAD
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes. By default what the
         variables say themselves (`nnx.with_partitioning`).
-=======
->>>>>>> inside
       check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
         them fail with one message instead of hanging (see `check_same_on_all_processes`).
 

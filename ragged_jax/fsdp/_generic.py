@@ -9,10 +9,7 @@ from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
 from . import _check as check
 from ._labels import LabelRule, label_groups
-<<<<<<< HEAD
 from ._split_rule import Specs, SplitRule
-=======
->>>>>>> inside
 from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
 

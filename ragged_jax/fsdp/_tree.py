@@ -88,10 +88,7 @@ def shard_tree(
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
-<<<<<<< HEAD
     specs: Specs | None = None,
-=======
->>>>>>> inside
     check_processes: bool = True,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
@@ -110,12 +107,9 @@ def shard_tree(
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
       label: names for parts that are to be trained apart: a mapping from path patterns to labels, or a function of
         the path. Tensors of different labels never share a slab; see `partition`.
-<<<<<<< HEAD
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes.
-=======
->>>>>>> inside
       check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
         them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
