@@ -66,6 +66,10 @@ class Unit:
         shape = slab_shape(slab, self.share * self.num_shards)
         return shape if self.bucket.stack is None else (self.bucket.stack, *shape)
 
+    def abstract(self, slab: Slab) -> jax.ShapeDtypeStruct:
+        """The slab's array as `jit` needs to know it to compile."""
+        return jax.ShapeDtypeStruct(self.shape(slab), slab.dtype, sharding=self.sharding(slab))
+
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
 
@@ -73,6 +77,8 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         self._check(tensors)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in tensors.values()):
+            return {slab.name: self.abstract(slab) for slab in self.bucket.slabs}  # type: ignore[misc]
         if any(is_traced(x) for x in tensors.values()):
             return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
