@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
     from .fsdp import apply as apply
+    from .fsdp import compiler_options as compiler_options
     from .fsdp import full_params as full_params
     from .fsdp import get_layout as get_layout
     from .fsdp import plan as plan
@@ -39,6 +40,7 @@ _HOME = {
         "MixedPrecision",
         "ShardedTree",
         "apply",
+        "compiler_options",
         "full_params",
         "get_layout",
         "plan",

@@ -73,6 +73,7 @@ def test_the_public_surface():
         "RaggedShard",
         "ShardedTree",
         "apply",
+        "compiler_options",
         "elements",
         "full_params",
         "fully_shard",

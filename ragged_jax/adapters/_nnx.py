@@ -86,7 +86,10 @@ def fully_shard(
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
-    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
+    elif not any(check.is_traced(x) for x in leaves):
         nnx.update(model, jax.device_put(state, everywhere))
 
 

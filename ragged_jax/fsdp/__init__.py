@@ -3,6 +3,7 @@
 from . import _check as _check
 from ._argument import Argument as Argument
 from ._argument import as_argument as as_argument
+from ._compiler_options import compiler_options as compiler_options
 from ._generic import full_params as full_params
 from ._generic import full_params_registry as full_params_registry
 from ._generic import get_layout as get_layout
