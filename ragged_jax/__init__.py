@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .fsdp import apply as apply
     from .fsdp import check_same_on_all_processes as check_same_on_all_processes
     from .fsdp import combine as combine
+    from .fsdp import compiler_options as compiler_options
     from .fsdp import describe as describe
     from .fsdp import find_nonfinite as find_nonfinite
     from .fsdp import full_params as full_params
@@ -55,6 +56,7 @@ _HOME = {
         "apply",
         "check_same_on_all_processes",
         "combine",
+        "compiler_options",
         "describe",
         "find_nonfinite",
         "full_params",

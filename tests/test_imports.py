@@ -84,6 +84,7 @@ def test_the_public_surface():
         "apply",
         "check_same_on_all_processes",
         "combine",
+        "compiler_options",
         "describe",
         "elements",
         "find_nonfinite",

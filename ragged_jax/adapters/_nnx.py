@@ -151,7 +151,10 @@ def _state(model: nnx.Module, wrt: Any) -> nnx.State:
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = _state(model, wrt)
-    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
+    elif not any(check.is_traced(x) for x in leaves):
         nnx.update(model, jax.device_put(state, everywhere))
 
 

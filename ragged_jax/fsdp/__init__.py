@@ -3,6 +3,7 @@
 from . import _check as _check
 from ._argument import Argument as Argument
 from ._argument import as_argument as as_argument
+from ._compiler_options import compiler_options as compiler_options
 from ._describe import BucketDescription as BucketDescription
 from ._describe import Description as Description
 from ._describe import describe as describe

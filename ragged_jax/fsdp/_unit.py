@@ -116,6 +116,10 @@ class Unit:
             shape = tuple(size * math.prod(sizes[n] for n in d) for size, d in zip(shape, dims, strict=True))
         return shape if self.bucket.stack is None else (self.bucket.stack, *shape)
 
+    def abstract(self, slab: Slab) -> jax.ShapeDtypeStruct:
+        """The slab's array as `jit` needs to know it to compile."""
+        return jax.ShapeDtypeStruct(self.shape(slab), slab.dtype, sharding=self.sharding(slab))
+
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
 
@@ -123,6 +127,8 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         self._check(tensors)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in tensors.values()):
+            return {slab.name: self.abstract(slab) for slab in self.bucket.slabs}  # type: ignore[misc]
         if any(is_traced(x) for x in tensors.values()):
             return {slab.name: pin(self.packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
