@@ -124,9 +124,7 @@ class _Adam:
         for (mesh, axis), members in groups.items():
             done |= zip(members, self._on_mesh(mesh, axis, numbers, [rows[i] for i in members]), strict=True)
         out = [done[i] for i in range(len(rows))]
-        new = [
-            Moment8bit(*(jax.tree.unflatten(treedef, [o[k][j] for o in out]) for j in range(3))) for k in (1, 2)
-        ]
+        new = [Moment8bit(*(jax.tree.unflatten(treedef, [o[k][j] for o in out]) for j in range(3))) for k in (1, 2)]
         return [o[0] for o in out], new[0], new[1]
 
     def _on_mesh(self, mesh: Any, axis: str, numbers: Numbers, rows: list["_Row"]) -> list:
@@ -147,7 +145,9 @@ class _Adam:
             local, mesh=mesh, in_specs=(whole, in_specs), out_specs=out_specs, axis_names={axis}, check_vma=True
         )
         inputs, where = (numbers, arrays), (whole, in_specs)
-        shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), where, is_leaf=lambda s: isinstance(s, PartitionSpec))
+        shardings = jax.tree.map(
+            lambda s: NamedSharding(mesh, s), where, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
         if not any(is_traced(x) for x in jax.tree.leaves(inputs)):
             return jax.jit(run)(*jax.device_put(inputs, shardings))
         if AxisType.Explicit in mesh.axis_types:
