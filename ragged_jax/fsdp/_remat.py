@@ -60,7 +60,6 @@ def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
 
 def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
-        # one that gathers may dequantise too
         return _gathers(call) or all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
     if primitive.name == "shard_map":  # over the axes that split tensors
         return all(_is_cheap(eqn.primitive, eqn.params) for eqn in params["jaxpr"].eqns)
@@ -68,7 +67,8 @@ def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 
 def _gathers(jaxpr: Any) -> bool:
-    inner = (eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map")
+    """Whether a program gathers weights, which it may quantise before and dequantise after."""
+    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
     return any(eqn.primitive.name == "all_gather" for eqn in jaxpr.eqns) or any(map(_gathers, inner))
 
 
