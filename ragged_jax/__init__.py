@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
+    from .adapters import labelled as labelled
+    from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
+    from .fsdp import all_finite as all_finite
     from .fsdp import apply as apply
+    from .fsdp import combine as combine
     from .fsdp import full_params as full_params
     from .fsdp import get_layout as get_layout
+    from .fsdp import partition as partition
     from .fsdp import plan as plan
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
@@ -22,6 +27,7 @@ if TYPE_CHECKING:
     from .fsdp import unshard as unshard
     from .fsdp import unsharded as unsharded
     from .fsdp import value_and_grad as value_and_grad
+    from .fsdp import varying as varying
     from .layout import Block as Block
     from .layout import Layout as Layout
     from .layout import LayoutError as LayoutError
@@ -34,13 +40,17 @@ if TYPE_CHECKING:
 __version__ = version("ragged-jax")
 
 _HOME = {
-    "adapters": ("PackedTensor", "fully_shard"),
+    "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "fsdp": (
+        "DynamicLossScale",
         "MixedPrecision",
         "ShardedTree",
+        "all_finite",
         "apply",
+        "combine",
         "full_params",
         "get_layout",
+        "partition",
         "plan",
         "replicated",
         "shard_like",
@@ -48,6 +58,7 @@ _HOME = {
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
     ),
     "layout": ("Block", "Layout", "LayoutError", "RaggedShard", "elements", "rows", "tile", "whole"),
 }

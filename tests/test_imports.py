@@ -46,6 +46,13 @@ def test_the_probe_can_fail(module):
     assert "brought in" in result.stderr
 
 
+@pytest.mark.parametrize(("imports", "passes"), [("torch_bridge", True), ("torch_bridge, jax", False)])
+def test_jax_stays_out_of_the_torch_bridge(imports, passes):
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    result = probe(f"import {imports}; [sys.modules.pop(m, None) for m in list(sys.modules) if m == 'torch']")
+    assert (result.returncode == 0) == passes, result.stderr
+
+
 @pytest.mark.parametrize(("imports", "passes"), [("ragged_jax.fsdp, ragged_jax.adapters", True), ("torch", False)])
 def test_torch_stays_out(tmp_path, imports, passes):
     """With a torch there to be imported, whether or not the real one is installed."""
@@ -66,17 +73,22 @@ def test_the_public_surface():
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
     assert names == [
         "Block",
+        "DynamicLossScale",
         "Layout",
         "LayoutError",
         "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
+        "all_finite",
         "apply",
+        "combine",
         "elements",
         "full_params",
         "fully_shard",
         "get_layout",
+        "labelled",
+        "partition",
         "plan",
         "replicated",
         "rows",
@@ -86,6 +98,7 @@ def test_the_public_surface():
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
         "whole",
     ]
     parameters = {
@@ -94,7 +107,7 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision", "specs",
+            "precision", "label", "specs",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "specs"],
+        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs"],
     }  # fmt: skip

@@ -9,7 +9,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
+    LabelRule,
     PrecisionRule,
+    SlabOf,
     Specs,
     SplitRule,
     Unit,
@@ -18,6 +20,7 @@ from ..fsdp import (
     fold_in_device,
     full_params_registry,
     groups_of,
+    label_groups,
     make_layout,
     one_kind,
     precision_for,
@@ -28,7 +31,7 @@ from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
 from ._nnx_find import ModuleUnits, Owned, Path, find, get_path, join
-from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of
+from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of, stand_in
 
 
 def fully_shard(
@@ -44,6 +47,7 @@ def fully_shard(
     reshard_after_forward: bool = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
+    label: LabelRule = None,
     specs: Specs | None = None,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
@@ -66,6 +70,9 @@ def fully_shard(
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      label: names for parts that are to be trained apart, such as those that are frozen at first: a mapping from
+        path patterns to labels, or a function of the path. Parameters of different labels never share a slab, so
+        that a filter can choose between them; see `labelled`.
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes. By default what the
@@ -85,9 +92,11 @@ def fully_shard(
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
-    groups = [own.group(block or elements(1)) for own in owned]
+    groups = label_groups((own.group(block or elements(1)) for own in owned), label)
     groups = SplitRule.of(mesh, axes, specs).split(groups, _known_specs(owned))
     one_kind(mesh, axes, groups)
+    check.block_patterns(block, groups)
+    check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     made = [
         Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
@@ -175,8 +184,8 @@ def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
             votes: dict[bool, list[str]] = {True: [], False: []}
             for tensor in (p.tensor for p in slab.placements):
                 place = paths[tensor.name][0]
-                stand_in = get_path(module, place).variable_type(None)
-                votes[bool(predicate((*path, *place), stand_in))].append(tensor.name)
+                variable = stand_in(get_path(module, place), SlabOf(info.unit, slab.name))
+                votes[bool(predicate((*path, *place), variable))].append(tensor.name)
             verdicts[_slab_path(path, info, slab)] = bool(votes[True])
             if votes[True] and votes[False]:
                 torn.append(f"  {', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
@@ -184,7 +193,7 @@ def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
         raise ValueError(
             "a filter cannot choose a part of a packed slab; these tensors share one:\n"
             + "\n".join(torn)
-            + "\nChoose all of them, or give those to be chosen a variable type of their own before sharding."
+            + "\nChoose all of them, or keep them apart when they are sharded: `fully_shard(..., label=...)`."
         )
     return lambda path, leaf: isinstance(leaf, sharded) and verdicts.get(path, predicate(path, leaf))
 

@@ -12,6 +12,9 @@ from ._generic import shard_like as shard_like
 from ._generic import shard_like_registry as shard_like_registry
 from ._generic import units_of as units_of
 from ._init import create as create
+from ._labels import LabelRule as LabelRule
+from ._labels import has_label as has_label
+from ._labels import label_groups as label_groups
 from ._layout import make_layout as make_layout
 from ._layout import stack_length as stack_length
 from ._leaves import Leaf as Leaf
@@ -19,6 +22,10 @@ from ._leaves import Leaves as Leaves
 from ._leaves import SlabOf as SlabOf
 from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
+from ._loss_scale import DynamicLossScale as DynamicLossScale
+from ._loss_scale import all_finite as all_finite
+from ._partition import combine as combine
+from ._partition import partition as partition
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
@@ -29,6 +36,7 @@ from ._split_rule import SplitRule as SplitRule
 from ._split_rule import one_kind as one_kind
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
+from ._spmd import varying as varying
 from ._transform import apply as apply
 from ._transform import value_and_grad as value_and_grad
 from ._tree import ShardedTree as ShardedTree

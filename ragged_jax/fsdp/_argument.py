@@ -85,7 +85,8 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
 
 def model_specs(tree: ShardedTree) -> ShardedTree:
     """A tree of the same structure with each array's partition spec."""
-    slabs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
+    specs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
+    slabs = {name: None if tree.slabs[name] is None else spec for name, spec in specs.items()}
     return tree.replace(slabs, {name: model_specs(child) for name, child in tree.children.items()})  # type: ignore
 
 
@@ -95,6 +96,7 @@ def _integers(tree: ShardedTree) -> list[str]:
         tensor.name
         for slab in tree.unit.bucket.slabs
         for tensor in (p.tensor for p in slab.placements)
-        if not jax.numpy.issubdtype(tree.slabs[slab.name].dtype, jax.numpy.inexact)
+        if tree.slabs[slab.name] is not None
+        and not jax.numpy.issubdtype(tree.slabs[slab.name].dtype, jax.numpy.inexact)
     ]
     return own + [name for child in tree.children.values() for name in _integers(child)]

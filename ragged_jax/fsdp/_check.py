@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ..layout import TensorSpec
+from ..planner import Group
 
 
 def mesh_axes(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -52,6 +54,21 @@ def distinct(names: Sequence[str]) -> None:
     """Raises ValueError when two leaves have the same path, as `{"a/b": x}` and `{"a": {"b": x}}` do."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"paths must be unique, keys with a slash make these ambiguous: {', '.join(repeated)}")
+
+
+def patterns_match(option: str, rule: Any, names: Sequence[str]) -> None:
+    """Raises ValueError for patterns of a mapping that match none of the names: a typo would go unnoticed."""
+    idle = [p for p in rule if not any(fnmatchcase(name, p) for name in names)] if isinstance(rule, Mapping) else []
+    if idle:
+        listing = ", ".join(repr(name) for name in names[:20]) + (", ..." if len(names) > 20 else "")
+        raise ValueError(
+            f"{option}: the patterns {', '.join(map(repr, idle))} match nothing; the names are {listing}"
+        )
+
+
+def block_patterns(rule: Any, groups: Iterable[Group]) -> None:
+    """The same for a rule that gives tensors their blocks."""
+    patterns_match("block", rule, [tensor.name for group in groups for tensor in group.tensors])
 
 
 def arrays_only(leaves: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
+from . import _check as check
+from ._labels import LabelRule, label_groups
 from ._split_rule import Specs, SplitRule
 from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
@@ -84,6 +86,7 @@ def plan(
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
+    label: LabelRule = None,
     specs: Specs | None = None,
     axis_sizes: Mapping[str, int] | None = None,
     **options: Any,
@@ -93,7 +96,7 @@ def plan(
     Args:
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
-      block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
       specs: as for them; the variables of a Flax module are not asked.
       axis_sizes: of the mesh axes that the specs name, e.g. `{"tp": 4}`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
@@ -103,9 +106,10 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    groups = groups_of(model, block, units, stacked)
+    groups = label_groups(groups_of(model, block, units, stacked), label)
     if specs:
         groups = SplitRule(axis_sizes or {}, specs).split(groups, {})
+    check.block_patterns(block, groups)
     return planner.plan(groups, num_shards, **options)
 
 

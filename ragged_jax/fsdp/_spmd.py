@@ -16,6 +16,13 @@ from ._joined import Joined, paths, vary
 from ._splits import auto, closed, only, opened, opened_spec, others
 from ._unit import pin
 
+_CARRY = (
+    "What happened: the function runs on every device with its share of the batch, and jax knows of each value "
+    "whether it differs between devices. One made inside, such as `jnp.zeros(...)`, does not, but a loop carry (or "
+    "the other branch) that depends on the batch does. Mark the first one with `ragged_jax.varying`, as in "
+    "`lax.scan(body, rj.varying(jnp.zeros(...)), xs)`. It changes no number."
+)
+
 
 @jax.tree_util.register_pytree_node_class
 class replicated:
@@ -66,7 +73,12 @@ class Call:
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
         args, kwargs = jax.tree.unflatten(self._treedef, leaves)
         opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
-        out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        try:
+            out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        except TypeError as error:
+            if "manual axis types do not match" not in str(error):
+                raise
+            raise TypeError(f"{error}\n\n{_CARRY}") from error
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
     def _pairs(self):
@@ -83,13 +95,14 @@ class Call:
         """Inside: the mean over the devices, the same on all."""
         return lax.pmean(vary(x, self.axes), self.axes)
 
-    def spmd(self, body: Callable, indices: Sequence[int]) -> tuple[Any, Any, dict]:
+    def spmd(self, body: Callable, indices: Sequence[int], scale: Any = None) -> tuple[Any, Any, dict]:
         """Runs `body` on every device and commits the state that it leaves.
 
         Args:
-          body: of this call, params, state and batch; returns a replicated loss, any output, the closed state
+          body: of this call, params, state, batch and scale; returns a replicated loss, any output, the closed state
             by model, and the gradients of the models at `indices`.
           indices: which models have gradients.
+          scale: a scalar that every device gets, or None.
 
         Returns:
           The loss, the output with its leaves joined (see `apply`), and the gradients by model.
@@ -97,19 +110,21 @@ class Call:
         state = {i: m.state for i, m in self.models.items()}
         output, left = Joined(self.axes), Joined(self.axes, known=paths(state))
 
-        def local(params, state, batch):
-            loss, out, closed, grads = body(self, params, state, batch)
+        def local(params, state, batch, scale):
+            loss, out, closed, grads = body(self, params, state, batch, scale)
             return loss, output.split(out), left.split(closed), grads
 
         inputs = (
             {i: m.params for i, m in self.models.items()},
             state,
             [leaf for leaf, spec in self._pairs() if spec is not None],
+            None if scale is None else jax.numpy.asarray(scale, "float32"),
         )
         in_specs = (
             {i: m.specs[0] for i, m in self.models.items()},
             {i: m.specs[1] for i, m in self.models.items()},
             [spec for spec in self._specs if spec is not None],
+            None if scale is None else PartitionSpec(),
         )
         joined = {"whole": PartitionSpec(), "split": PartitionSpec(self.axes)}
         out_specs = (PartitionSpec(), joined, joined, {i: self.models[i].specs[0] for i in indices})
@@ -171,6 +186,24 @@ def fold_in_device(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     for _ in range(key.ndim):
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(key, index)
+
+
+def varying(tree: Any) -> Any:
+    """Marks arrays made inside a function given to `value_and_grad` or `apply` as ones that may differ by device.
+
+    Inside, jax knows of every value whether it differs between devices, and a `zeros` does not. It cannot be the
+    first carry of a `lax.scan` whose body adds something that depends on the batch; `varying(zeros)` can. Anywhere
+    else the arrays are returned as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def total(x):
+      ...     return jax.lax.scan(lambda sum_, row: (sum_ + row, None), varying(jnp.zeros(3)), x)[0]
+      >>> total(jnp.ones((4, 3))).tolist()
+      [4.0, 4.0, 4.0]
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
 def _is_split(leaf: Any) -> bool:

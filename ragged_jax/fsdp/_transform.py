@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ._accumulate import Variables, microbatches
 from ._argument import Argument, as_argument
 from ._joined import vary
+from ._loss_scale import unscaled
 from ._spmd import Call
 
 
@@ -23,6 +24,7 @@ def value_and_grad(
     num_microbatches: int = 1,
     reduce: Literal["once", "each"] = "once",
     accumulate_dtype: DTypeLike | None = None,
+    loss_scale: ArrayLike | None = None,
 ) -> Callable:
     """`jax.value_and_grad` for a sharded model: the batch is split over the devices, the loss is their mean.
 
@@ -45,6 +47,9 @@ def value_and_grad(
         the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
         each microbatch and adds up shards.
       accumulate_dtype: to add up in; by default that of the parameters.
+      loss_scale: a number, or an array that differs from step to step (`DynamicLossScale(...).value`), by which the
+        loss is multiplied before it is differentiated, and by which the gradients are divided in float32 after
+        they are reduced. The loss that is returned is not scaled; what overflowed stays infinite or NaN.
 
     Returns:
       A function of the same arguments that returns what `jax.value_and_grad` returns: the mean loss (and aux),
@@ -71,7 +76,7 @@ def value_and_grad(
         indices, wrt = _argnums(argnums, len(args))
         models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
 
-        def body(call: Call, params, state, batch):
+        def body(call: Call, params, state, batch, scale):
             num, whole = num_microbatches, num_microbatches > 1 and reduce == "once"
             variables = {
                 i: Variables(models[i], params[i], call.axes, num, whole, accumulate_dtype if num > 1 else None)
@@ -85,12 +90,13 @@ def value_and_grad(
                 if jnp.shape(loss) != ():
                     raise TypeError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
                 # A loss that was reduced already is one loss, not one of many with the same value.
-                return vary(loss, call.axes), (aux, closed)
+                loss = vary(loss, call.axes)
+                return loss if scale is None else loss.astype(jnp.float32) * scale, (loss, aux, closed)
 
             def step(state, batch):
                 values = {i: variables[i].values() for i in indices}
                 run = jax.value_and_grad(forward, has_aux=True)
-                (loss, (aux, closed)), grads = run(values, state, batch)
+                (_, (loss, aux, closed)), grads = run(values, state, batch)
                 return loss, aux, closed, grads
 
             if num == 1:
@@ -98,12 +104,13 @@ def value_and_grad(
             else:
                 values = {i: variables[i].values() for i in indices}
                 zeros = {i: variables[i].zeros(values[i]) for i in indices}
-                left = lambda state, batch: forward(values, state, batch)[1][1]
+                left = lambda state, batch: forward(values, state, batch)[1][2]
                 loss, aux, closed, sums = microbatches(call, step, left, zeros, state, batch, num)
-            return call.mean(loss), aux, closed, {i: variables[i].gradient(sums[i]) for i in indices}
+            grads = {i: variables[i].gradient(sums[i]) for i in indices}
+            return call.mean(loss), aux, closed, unscaled(grads, scale)
 
         call = Call(models, args, kwargs, num_microbatches)
-        loss, aux, grads = call.spmd(body, indices)
+        loss, aux, grads = call.spmd(body, indices, loss_scale)
         grads = tuple(models[i].grads(grads[i]) for i in indices)
         value = (loss, aux) if has_aux else loss
         return value, (grads if isinstance(argnums, Sequence) else grads[0])
@@ -127,7 +134,7 @@ def apply(function: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         models = _models(args, {}, allow_int=True)
 
-        def body(call: Call, params, state, batch):
+        def body(call: Call, params, state, batch, _):
             out, closed = call.run(function, jax.tree.map(_constant, params), state, batch)
             return None, out, closed, {}
 

@@ -13,6 +13,7 @@ from ..layout import BlockRule, Layout, TensorSpec, block_for, elements
 from ..planner import Group, Plan
 from . import _check as check
 from ._init import create
+from ._labels import LabelRule, label_groups
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
 from ._split_rule import Specs, SplitRule, one_kind
@@ -30,7 +31,7 @@ class ShardedTree:
     natural shape. What the layout says travels along as static data.
 
     Attributes:
-      slabs: by name, the arrays of this tree's own bucket.
+      slabs: by name, the arrays of this tree's own bucket; None for those that `partition` took away.
       children: by path, subtrees that are buckets of their own (`units=`).
       unit: the bucket on its mesh.
     """
@@ -52,7 +53,7 @@ class ShardedTree:
 
     def rebuild(self, tensors: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
         """The original structure, with these leaves."""
-        leaves = [children[name] if name in self.children else tensors[name] for name in self._names]
+        leaves = [children[name] if name in self.children else tensors.get(name) for name in self._names]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def flatten_up_to(self, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -85,6 +86,7 @@ def shard_tree(
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
+    label: LabelRule = None,
     specs: Specs | None = None,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
@@ -101,6 +103,8 @@ def shard_tree(
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      label: names for parts that are to be trained apart: a mapping from path patterns to labels, or a function of
+        the path. Tensors of different labels never share a slab; see `partition`.
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes.
@@ -122,8 +126,11 @@ def shard_tree(
     """
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
-    groups = SplitRule.of(mesh, axes, specs).split([part.group(block or elements(1)) for part in root.walk()], {})
+    groups = label_groups((part.group(block or elements(1)) for part in root.walk()), label)
+    groups = SplitRule.of(mesh, axes, specs).split(groups, {})
     one_kind(mesh, axes, groups)
+    check.block_patterns(block, groups)
+    check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     if not callable(params):
         return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
