@@ -26,9 +26,9 @@ SPECS = {
 }
 
 
-def params():
+def params(num_layers: int = 1):
     rng = np.random.default_rng(0)
-    normal = lambda *shape: (rng.normal(size=shape) / 5).astype(np.float32)
+    normal = lambda *shape: (rng.normal(size=shape) / 10).astype(np.float32)
     layer = lambda: {
         "norm": 1 + normal(WIDTH),
         "qkv": normal(WIDTH, 3, WIDTH),
@@ -41,7 +41,7 @@ def params():
         "experts_down": normal(EXPERTS, 30, WIDTH),
         "shift": normal(5),
     }
-    return {"embedding": normal(VOCAB, WIDTH), "layers": [layer(), layer()]}
+    return {"embedding": normal(VOCAB, WIDTH), "layers": [layer() for _ in range(num_layers)]}
 
 
 def layer_fn(w, x):
@@ -70,7 +70,7 @@ def make_loss(wrap=lambda f: f):
 
 
 DATA = np.random.default_rng(1).integers(0, VOCAB, (STEPS, 24, 6))
-TX = optax.adamw(3e-3, eps=1e-4)
+TX = optax.adamw(3e-3, eps=1e-2)
 
 
 def run(params, grad_fn):
@@ -124,12 +124,11 @@ def poison(tree):
 @pytest.mark.parametrize(
     ("sizes", "axis_type"),
     [
-        ({"fsdp": 2, "tp": 2}, AxisType.Auto),
+        ({"tp": 2, "fsdp": 2}, AxisType.Auto),
         ({"fsdp": 3, "tp": 2}, AxisType.Explicit),
         ({"fsdp": 4, "tp": 2}, AxisType.Auto),
         ({"replica": 2, "fsdp": 2, "tp": 2}, AxisType.Auto),
         ({"fsdp": 2, "ep": 2, "tp": 2}, AxisType.Explicit),
-        ({"tp": 2, "fsdp": 3}, AxisType.Auto),
     ],
     ids=str,
 )
@@ -154,22 +153,22 @@ def test_training_equals_one_device(reference, sizes, axis_type):
             assert x.sharding.is_equivalent_to(z.sharding, x.ndim)
 
 
-def test_layers_in_a_scan_and_microbatches(reference):
-    losses, expected, _, _ = reference
+def test_layers_in_a_scan():
     mesh = make_mesh({"fsdp": 2, "tp": 2})
-    stacked = params()
+    stacked = params(2)
     stacked["layers"] = jax.tree.map(lambda *xs: np.stack(xs), *stacked["layers"])
     specs = {p: PartitionSpec(None, *spec) for p, spec in used(mesh).items()}
+    losses, expected, _, _ = run(stacked, jax.value_and_grad(make_loss()))
     with jax.set_mesh(mesh):
         tree = rj.shard_tree(stacked, mesh, axis="fsdp", units="layers", stacked="layers", specs=specs)
-        layout = rj.get_layout(tree)
-        grad_fn = rj.value_and_grad(make_loss(rj.unsharded))
-        got, trained, _, _ = run(tree, grad_fn)
+        got, trained, _, _ = run(tree, rj.value_and_grad(make_loss(rj.unsharded), num_microbatches=2))
     np.testing.assert_allclose(got, losses, rtol=2e-5)
-    whole = rj.full_params(trained)
-    for i, layer in enumerate(expected["layers"]):
-        assert_close(named(jax.tree.map(lambda x, i=i: x[i], whole["layers"])), named(layer))
-    assert layout.locate("layers/up").placement.tensor.full_shape == (WIDTH, HIDDEN)
+    assert_close(named(rj.full_params(trained)), named(expected))
+    assert rj.get_layout(tree).locate("layers/up").placement.tensor.full_shape == (WIDTH, HIDDEN)
+    with pytest.raises(ValueError, match="splits the dim of the layers"):
+        rj.shard_tree(
+            stacked, mesh, axis="fsdp", units="layers", stacked="layers", specs={"*/up": PartitionSpec("tp")}
+        )
 
 
 def collectives(text: str):
@@ -319,8 +318,9 @@ def test_flax_modules_say_themselves_how_they_are_split(num_shards, axis_type):
         assert {t.name for t in rj.get_layout(model).tensors if t.splits} == {
             f"blocks/{i}/{name}/kernel" for i in range(2) for name in ("up", "down")
         }
-        born = rj.fully_shard(lambda: Model(rngs=nnx.Rngs(0)), mesh, **kwargs)
-        assert_close(flat(rj.full_params(born)), flat(rj.full_params(model)), rtol=0)
+        if num_shards == 3:  # born as shards
+            again = rj.fully_shard(lambda: Model(rngs=nnx.Rngs(0)), mesh, **kwargs)
+            assert_close(flat(rj.full_params(again)), flat(rj.full_params(model)), rtol=0)
         got, optimizer = train(model, rj.value_and_grad(nnx_loss))
         moments = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
         assert set(device_nbytes(moments).values()) == {2 * rj.get_layout(model).shard_nbytes}
