@@ -79,12 +79,13 @@ def table(device_counts: tuple[int, ...], layers: int, width: int) -> str:
     lines = [
         "# What it takes to create a model",
         "",
-        f"`python benchmarks/init_memory.py --layers {layers} --width {width}`, jax {jax.__version__}, virtual CPU "
-        f"devices, {os.cpu_count()} cores. An embedding of 16001 x {width} and {layers} MLPs of {width} x {4 * width} "
-        "in f32, each matrix from a variance-scaled distribution. Peak: the largest resident memory of the process, "
-        "less what it had before; it holds the arrays of all devices. Seconds include compiling. Beyond the model's own "
-        "bytes a deferred init takes about four times the largest tensor, spread over the devices: random bits are made "
-        "from two counters for each element.",
+        f"`python benchmarks/init_memory.py --layers {layers} --width {width}`, jax {jax.__version__}, virtual "
+        f"CPU devices, {os.cpu_count()} cores. An embedding of 16001 x {width} and {layers} MLPs of {width} x "
+        f"{4 * width} in f32, each matrix from a variance-scaled distribution. Peak: the largest resident "
+        "memory of the process, less what it had before; it holds the arrays of all devices. Seconds include "
+        "compiling. Beyond the model's own bytes a deferred init takes about four times the largest tensor or "
+        "packed slab, spread over the devices: random bits are made from two counters for each element, and a "
+        "slab is built beside its tensors.",
         "",
         "| devices | created | model | arrays on each device | peak of the process | peak / model | seconds |",
         "|---:|---|---:|---:|---:|---:|---:|",

@@ -16,9 +16,14 @@ if TYPE_CHECKING:
     from .fsdp import ShardedTree as ShardedTree
     from .fsdp import all_finite as all_finite
     from .fsdp import apply as apply
+    from .fsdp import check_same_on_all_processes as check_same_on_all_processes
     from .fsdp import combine as combine
+    from .fsdp import describe as describe
+    from .fsdp import find_nonfinite as find_nonfinite
     from .fsdp import full_params as full_params
+    from .fsdp import get as get
     from .fsdp import get_layout as get_layout
+    from .fsdp import norms as norms
     from .fsdp import partition as partition
     from .fsdp import plan as plan
     from .fsdp import replicated as replicated
@@ -48,9 +53,14 @@ _HOME = {
         "all_finite",
         "apply",
         "combine",
+        "check_same_on_all_processes",
+        "describe",
+        "find_nonfinite",
         "full_params",
+        "get",
         "get_layout",
         "partition",
+        "norms",
         "plan",
         "replicated",
         "shard_like",

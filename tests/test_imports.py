@@ -71,43 +71,53 @@ def test_the_public_surface():
     }
     got = "\n".join(f"{name}{signature}" for name, signature in public.items())
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
-    assert names == [
-        "Block",
-        "DynamicLossScale",
-        "Layout",
-        "LayoutError",
-        "MixedPrecision",
-        "PackedTensor",
-        "RaggedShard",
-        "ShardedTree",
-        "all_finite",
-        "apply",
-        "combine",
-        "elements",
-        "full_params",
-        "fully_shard",
-        "get_layout",
-        "labelled",
-        "partition",
-        "plan",
-        "replicated",
-        "rows",
-        "shard_like",
-        "shard_tree",
-        "tile",
-        "unshard",
-        "unsharded",
-        "value_and_grad",
-        "varying",
-        "whole",
-    ]
+    assert names == sorted(
+        [
+            "Block",
+            "DynamicLossScale",
+            "Layout",
+            "LayoutError",
+            "MixedPrecision",
+            "PackedTensor",
+            "RaggedShard",
+            "ShardedTree",
+            "all_finite",
+            "apply",
+            "combine",
+            "check_same_on_all_processes",
+            "describe",
+            "elements",
+            "find_nonfinite",
+            "full_params",
+            "fully_shard",
+            "get",
+            "get_layout",
+            "labelled",
+            "partition",
+            "norms",
+            "plan",
+            "replicated",
+            "rows",
+            "shard_like",
+            "shard_tree",
+            "tile",
+            "unshard",
+            "unsharded",
+            "value_and_grad",
+            "varying",
+            "whole",
+        ]
+    )
     parameters = {
         name: list(inspect.signature(getattr(rj, name)).parameters) for name in ("fully_shard", "shard_tree")
     }
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision", "label", "specs",
+            "precision", "label", "specs", "check_processes",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs"],
+        "shard_tree": [
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
+            "check_processes",
+        ],
     }  # fmt: skip

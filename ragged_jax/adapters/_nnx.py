@@ -10,12 +10,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..fsdp import (
     Argument,
     LabelRule,
+    Part,
     PrecisionRule,
     SlabOf,
     Specs,
     SplitRule,
     Unit,
     as_argument,
+    check_layout_on_all_processes,
     create,
     fold_in_device,
     full_params_registry,
@@ -23,6 +25,8 @@ from ..fsdp import (
     label_groups,
     make_layout,
     one_kind,
+    params_in,
+    parts_of,
     precision_for,
     shard_like_registry,
     units_of,
@@ -49,6 +53,7 @@ def fully_shard(
     precision: PrecisionRule = None,
     label: LabelRule = None,
     specs: Specs | None = None,
+    check_processes: bool = True,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
@@ -77,6 +82,8 @@ def fully_shard(
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes. By default what the
         variables say themselves (`nnx.with_partitioning`).
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -98,6 +105,8 @@ def fully_shard(
     check.block_patterns(block, groups)
     check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
     made = [
         Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
     ]
@@ -228,6 +237,26 @@ def _(model: nnx.Module) -> list[Unit]:
     return [info.unit for _, _, info in _units(model)]
 
 
+@parts_of.register
+def _(model: nnx.Module) -> list[Part]:
+    return [
+        Part(
+            info.unit,
+            info.slabs(module),
+            {name: tuple(join((*path, *p)) for p in paths[1:]) for name, paths in info.paths if len(paths) > 1},
+            info.reshard and path != (),  # the root is gathered at the start of a step
+        )
+        for path, module, info in _units(model)
+    ]
+
+
+@params_in.register
+def _(model: nnx.Module) -> nnx.State:
+    if (info := info_of(model)) is None:
+        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
+    return nnx.state(model, info.wrt)
+
+
 @groups_of.register
 def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
     return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
@@ -235,9 +264,7 @@ def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUn
 
 @full_params_registry.register
 def _(model: nnx.Module, like: Any = None) -> nnx.State:
-    if (info := info_of(model)) is None:
-        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
-    return full_params_registry(nnx.state(model, info.wrt), model)
+    return full_params_registry(params_in(model), model)
 
 
 @full_params_registry.register

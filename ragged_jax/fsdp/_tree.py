@@ -16,6 +16,7 @@ from ._init import create
 from ._labels import LabelRule, label_groups
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
+from ._processes import check_layout_on_all_processes
 from ._split_rule import Specs, SplitRule, one_kind
 from ._unit import Arrays, Unit
 
@@ -88,6 +89,7 @@ def shard_tree(
     precision: PrecisionRule = None,
     label: LabelRule = None,
     specs: Specs | None = None,
+    check_processes: bool = True,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
 
@@ -108,6 +110,8 @@ def shard_tree(
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
         to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
         Each slice is then sharded by itself, and is never gathered over those axes.
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The sharded tree.
@@ -132,6 +136,8 @@ def shard_tree(
     check.block_patterns(block, groups)
     check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
     if not callable(params):
         return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
     abstract = root.build(layout, mesh, axes, precision, lambda unit, own: {})

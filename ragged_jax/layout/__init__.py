@@ -15,6 +15,10 @@ from ._errors import LayoutError as LayoutError
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
+from ._manifest import disagreement as disagreement
+from ._manifest import from_text as from_text
+from ._manifest import manifest as manifest
+from ._manifest import to_text as to_text
 from ._overlap import Buffer as Buffer
 from ._overlap import Move as Move
 from ._overlap import Order as Order
