@@ -46,7 +46,9 @@ def params(num_layers: int = 1):
 
 def layer_fn(w, x):
     h = x * w["norm"] / jnp.sqrt((x**2).mean(-1, keepdims=True) + 1e-3)
-    q, k, v = (y.reshape(*y.shape[:2], HEADS, -1) for y in jnp.moveaxis(jnp.einsum("btd,dce->btce", h, w["qkv"]), 2, 0))
+    q, k, v = (
+        y.reshape(*y.shape[:2], HEADS, -1) for y in jnp.moveaxis(jnp.einsum("btd,dce->btce", h, w["qkv"]), 2, 0)
+    )
     x = x + jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape) @ w["out"]
     x = x + jax.nn.gelu(x @ w["up"] + w["up_bias"]) @ w["down"]
     gates = jax.nn.softmax(x @ w["router"])
@@ -175,7 +177,9 @@ def collectives(text: str):
     """(operation, elements of the result, devices of a group's first two members apart)."""
     found = []
     for line in text.splitlines():
-        if m := re.search(r"= \(?(\w+)\[([\d,]*)\].* (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)\(", line):
+        if m := re.search(
+            r"= \(?(\w+)\[([\d,]*)\].* (all-gather|reduce-scatter|all-to-all|collective-permute|all-reduce)\(", line
+        ):
             numel = int(np.prod([int(n) for n in m[2].split(",") if n])) if m[2] else 1
             found.append((m[3], numel, line))
     return found
@@ -195,7 +199,7 @@ def groups_of_line(line: str, num_devices: int) -> list[list[int]]:
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_weights_and_gradients_are_gathered_over_fsdp_only(axis_type, accumulate):
-    """In optimised HLO: what is gathered and scattered is 1/tp of the tensor, and over tp only activations are summed."""
+    """In optimised HLO what is gathered and scattered is 1/tp of the tensor; over tp only activations are summed."""
     d, f, batch = 32, 2048, 8
     mesh = make_mesh({"fsdp": 2, "tp": 2}, axis_type)  # device = 2 * fsdp + tp
     weights = {"up": np.ones((d, f), np.float32), "odd": np.ones((d + 1, f + 2), np.float32)}
@@ -261,7 +265,7 @@ def test_faults_of_meshes():
         rj.shard_tree(weights, mesh, axis="fsdp", specs=specs)
     tree = rj.shard_tree(weights, make_mesh({"fsdp": 2, "tp": 2}, AxisType.Explicit), axis="fsdp", specs=specs)
     step = jax.jit(rj.value_and_grad(lambda p, x: (x @ p["w"]).sum()))
-    with pytest.raises(ValueError, match="call `jax.set_mesh"):
+    with pytest.raises(ValueError, match=r"call `jax\.set_mesh"):
         step(tree, np.ones((4, 4), np.float32))
 
 
