@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from .fsdp import get as get
     from .fsdp import get_layout as get_layout
     from .fsdp import norms as norms
+    from .fsdp import offload as offload
     from .fsdp import partition as partition
     from .fsdp import plan as plan
     from .fsdp import quantisation_error as quantisation_error
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
     from .fsdp import shard_tree as shard_tree
+    from .fsdp import to_memory as to_memory
     from .fsdp import unshard as unshard
     from .fsdp import unsharded as unsharded
     from .fsdp import value_and_grad as value_and_grad
@@ -64,12 +66,14 @@ _HOME = {
         "get",
         "get_layout",
         "norms",
+        "offload",
         "partition",
         "plan",
         "quantisation_error",
         "replicated",
         "shard_like",
         "shard_tree",
+        "to_memory",
         "unshard",
         "unsharded",
         "value_and_grad",

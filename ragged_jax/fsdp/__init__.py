@@ -29,6 +29,8 @@ from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import all_finite as all_finite
+from ._memory import offload as offload
+from ._memory import to_memory as to_memory
 from ._nonfinite import NonFinite as NonFinite
 from ._nonfinite import find_nonfinite as find_nonfinite
 from ._norms import norms as norms

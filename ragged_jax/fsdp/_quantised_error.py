@@ -7,7 +7,7 @@ import numpy as np
 
 from ._argument import as_argument
 from ._quantised import pack, unpack
-from ._unit import Unit, _on_host
+from ._unit import Unit, on_host
 
 
 class QuantisationError(NamedTuple):
@@ -41,7 +41,7 @@ def quantisation_error(model: Any) -> dict[str, QuantisationError]:
         if of is None or of.unit.precision.gather_dtype is None or not of.slab.shard_numel:
             continue
         dtype = str(of.unit.precision.gather_dtype)
-        block, whole = of.unit.precision.gather_block, _on_host(array)
+        block, whole = of.unit.precision.gather_block, on_host(array)
         parts = whole.reshape(-1, of.slab.shard_numel * of.unit.share)
         arrived = jax.vmap(lambda x, d=dtype, b=block: unpack(pack(x, d, b)[None], x.size, d, b, x.dtype)[0])(parts)
         before, after = (_tensors(of.unit, of.name, x) for x in (whole, np.asarray(arrived).reshape(whole.shape)))

@@ -13,6 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from . import _check as check
 from ._argument import Argument
 from ._joined import Joined, paths, vary
+from ._memory import to_memory
 from ._splits import auto, closed, only, opened, opened_spec, others
 from ._unit import pin
 
@@ -174,6 +175,7 @@ class Call:
         if not any(check.is_traced(x) for x in leaves):
             placed = [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
             return jax.jit(run)(*jax.tree.unflatten(treedef, placed))
+        leaves = [to_memory(x, "device") for x in leaves]
         if AxisType.Explicit in self.mesh.axis_types:
             leaves = [pin(x, s) for x, s in zip(leaves, shardings, strict=True)]
         return run(*jax.tree.unflatten(treedef, leaves))
