@@ -84,6 +84,7 @@ def test_the_public_surface():
         "apply",
         "check_same_on_all_processes",
         "combine",
+        "compiler_options",
         "describe",
         "elements",
         "find_nonfinite",
@@ -95,6 +96,7 @@ def test_the_public_surface():
         "norms",
         "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "rows",
         "shard_like",
@@ -106,15 +108,56 @@ def test_the_public_surface():
         "varying",
         "whole",
     ]
+    assert names == sorted(
+        [
+            "Block",
+            "DynamicLossScale",
+            "Layout",
+            "LayoutError",
+            "MixedPrecision",
+            "PackedTensor",
+            "RaggedShard",
+            "ShardedTree",
+            "all_finite",
+            "apply",
+            "combine",
+            "check_same_on_all_processes",
+            "describe",
+            "elements",
+            "find_nonfinite",
+            "full_params",
+            "fully_shard",
+            "get",
+            "get_layout",
+            "labelled",
+            "partition",
+            "norms",
+            "offload",
+            "plan",
+            "quantisation_error",
+            "replicated",
+            "rows",
+            "shard_like",
+            "shard_tree",
+            "tile",
+            "to_memory",
+            "unshard",
+            "unsharded",
+            "value_and_grad",
+            "varying",
+            "whole",
+        ]
+    )
     parameters = {
         name: list(inspect.signature(getattr(rj, name)).parameters) for name in ("fully_shard", "shard_tree")
     }
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision", "label", "check_processes",
+            "precision", "label", "specs", "check_processes",
         ],
         "shard_tree": [
-            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "check_processes",
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
+            "check_processes",
         ],
     }  # fmt: skip

@@ -12,7 +12,10 @@ from ..fsdp import (
     LabelRule,
     Part,
     PrecisionRule,
+    ReshardRule,
     SlabOf,
+    Specs,
+    SplitRule,
     Unit,
     as_argument,
     check_layout_on_all_processes,
@@ -22,9 +25,11 @@ from ..fsdp import (
     groups_of,
     label_groups,
     make_layout,
+    one_kind,
     params_in,
     parts_of,
     precision_for,
+    reshard_flags,
     shard_like_registry,
     units_of,
 )
@@ -45,10 +50,11 @@ def fully_shard(
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
     plan: Plan | Layout | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: ReshardRule = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
+    specs: Specs | None = None,
     check_processes: bool = True,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
@@ -67,13 +73,20 @@ def fully_shard(
       wrt: the type of the variables to shard.
       plan: a plan or layout to follow instead of making one.
       reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+        called under `jax.remat` anyway, False saves a gather: the remat drops them. A mapping from patterns of
+        units' paths to bools decides for each unit; an int k is True for all but the last k units in the order of
+        the module tree, whose weights backward needs first. A stack counts as one unit: the layers of a scan share
+        one program, so that all of them drop their weights or none.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
       label: names for parts that are to be trained apart, such as those that are frozen at first: a mapping from
         path patterns to labels, or a function of the path. Parameters of different labels never share a slab, so
         that a filter can choose between them; see `labelled`.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes. By default what the
+        variables say themselves (`nnx.with_partitioning`).
       check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
         them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
@@ -92,6 +105,8 @@ def fully_shard(
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
     groups = label_groups((own.group(block or elements(1)) for own in owned), label)
+    groups = SplitRule.of(mesh, axes, specs).split(groups, _known_specs(owned))
+    one_kind(mesh, axes, groups)
     check.block_patterns(block, groups)
     check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
@@ -106,10 +121,17 @@ def fully_shard(
     else:
         slabs, state = create(lambda: _made(make(), wrt, units, stacked), made)
         nnx.update(model, state)
+    reshard = {"": True, **reshard_flags(reshard_after_forward, [own.name for own in owned[1:]])}
     for unit, own in zip(reversed(made), reversed(owned), strict=True):  # innermost first: a unit may hold units
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs[own.name])
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard[own.name], policy), slabs[own.name])
     return model
+
+
+def _known_specs(owned: list[Owned]) -> dict[str, PartitionSpec]:
+    """What variables say of themselves, as `nnx.with_partitioning` leaves it; flax's logical axis rules apply."""
+    known = {name: variable for own in owned for name, (variable, _) in own.params.items()}
+    return {name: spec.get_raw_value() for name, spec in nnx.get_partition_spec(known).items()}
 
 
 def _values(own: Owned) -> dict[str, Any]:
@@ -129,7 +151,10 @@ def _state(model: nnx.Module, wrt: Any) -> nnx.State:
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = _state(model, wrt)
-    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
+    elif not any(check.is_traced(x) for x in leaves):
         nnx.update(model, jax.device_put(state, everywhere))
 
 

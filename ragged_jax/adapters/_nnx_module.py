@@ -159,7 +159,7 @@ def _marker(variable: nnx.Variable, tensor: Any, slab: Slab) -> PackedTensor:
         None,
         tensor=tensor.name,
         slab=slab.name,
-        shape=tensor.shape,
+        shape=tensor.full_shape,
         dtype=tensor.dtype,
         variable_type=type(variable),
         original=_Metadata(original),

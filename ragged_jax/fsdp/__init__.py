@@ -3,6 +3,7 @@
 from . import _check as _check
 from ._argument import Argument as Argument
 from ._argument import as_argument as as_argument
+from ._compiler_options import compiler_options as compiler_options
 from ._describe import BucketDescription as BucketDescription
 from ._describe import Description as Description
 from ._describe import describe as describe
@@ -28,6 +29,8 @@ from ._leaves import leaves_of as leaves_of
 from ._leaves import slabs_in as slabs_in
 from ._loss_scale import DynamicLossScale as DynamicLossScale
 from ._loss_scale import all_finite as all_finite
+from ._memory import offload as offload
+from ._memory import to_memory as to_memory
 from ._nonfinite import NonFinite as NonFinite
 from ._nonfinite import find_nonfinite as find_nonfinite
 from ._norms import norms as norms
@@ -43,8 +46,15 @@ from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
 from ._processes import check_layout_on_all_processes as check_layout_on_all_processes
 from ._processes import check_same_on_all_processes as check_same_on_all_processes
+from ._quantised_error import QuantisationError as QuantisationError
+from ._quantised_error import quantisation_error as quantisation_error
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
+from ._reshard import ReshardRule as ReshardRule
+from ._reshard import reshard_flags as reshard_flags
+from ._split_rule import Specs as Specs
+from ._split_rule import SplitRule as SplitRule
+from ._split_rule import one_kind as one_kind
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
 from ._spmd import varying as varying

@@ -14,6 +14,7 @@ from ._check import is_key
 from ._joined import vary, varying
 from ._precision import FULL
 from ._sink import WithSink, drain, make_sink
+from ._splits import on_slices, only, opened_spec, others
 from ._spmd import Call, flat_specs
 
 
@@ -34,7 +35,7 @@ class Variables:
     ):
         self.axes, self.num, self.whole, self.dtype = axes, num, whole, dtype
         self.shards, self.treedef = jax.tree.flatten(params)
-        self.specs = flat_specs(model.specs[0])
+        self.specs = [opened_spec(spec, axes) for spec in flat_specs(model.specs[0])]
         self.slabs = model.slabs
         self.is_slab = [axes[-1] in spec for spec in self.specs]
 
@@ -60,7 +61,10 @@ class Variables:
         for g, shard, spec, of in zip(sums, self.shards, self.specs, self.slabs, strict=True):
             if self.whole:
                 precision = FULL if of is None else of.unit.precision
-                grads.append(drain(g, shard, spec, self.axes, precision, self.num))
+                run = lambda g, x, spec=spec, p=precision: drain(g, x, spec, self.axes, p, self.num)
+                names = others(spec, self.axes)
+                inner = only(spec, names)
+                grads.append(on_slices(run, names, (inner, inner), inner)(g, shard))
                 continue
             # Autodiff averages the gradients of slabs, and sums those of replicated values over the devices: the
             # cast of a replicated value to a varying one transposes to a sum.

@@ -1,5 +1,6 @@
 """Functions on any sharded model; an adapter registers its own kind of model with them."""
 
+from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
 
@@ -8,6 +9,7 @@ from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
 from . import _check as check
 from ._labels import LabelRule, label_groups
+from ._split_rule import Specs, SplitRule
 from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
 
@@ -85,6 +87,8 @@ def plan(
     units: Any = None,
     stacked: Any = None,
     label: LabelRule = None,
+    specs: Specs | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
@@ -93,6 +97,8 @@ def plan(
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
       block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      specs: as for them; the variables of a Flax module are not asked.
+      axis_sizes: of the mesh axes that the specs name, e.g. `{"tp": 4}`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
     Example:
@@ -101,6 +107,8 @@ def plan(
       True
     """
     groups = label_groups(groups_of(model, block, units, stacked), label)
+    if specs:
+        groups = SplitRule(axis_sizes or {}, specs).split(groups, {})
     check.block_patterns(block, groups)
     return planner.plan(groups, num_shards, **options)
 

@@ -111,6 +111,8 @@ class _Machine:
     def pack(self, unit: Unit, slab: Slab, parts: list[_Spread]) -> jax.Array:
         """The array of a slab from its tensors."""
         lead, shares = int(unit.stacked), unit.shares
+        if slab.split_axes:
+            return self._pack_slices(unit, slab, parts)
         if slab.sole and shares is None and slab.placements[0].axis_order is None and parts[0].dim == lead:
             return parts[0].array
         names = {p.tensor.name: str(i) for i, p in enumerate(slab.placements)}
@@ -126,6 +128,18 @@ class _Machine:
 
         (out,) = self.run(("pack", nameless, lead, shares), packed, parts, [lead])
         return out.array
+
+    def _pack_slices(self, unit: Unit, slab: Slab, parts: list[_Spread]) -> jax.Array:
+        names = [p.tensor.name for p in slab.placements]
+
+        def packed(*arrays: jax.Array) -> jax.Array:
+            tensors = (self._open(a, x) for a, x in zip(arrays, parts, strict=True))
+            return unit.packed(slab, dict(zip(names, tensors, strict=True)))
+
+        jitted = jax.jit(packed, out_shardings=NamedSharding(self.mesh, unit.spec(slab)))
+        compiled = jitted.lower(*(x.array for x in parts)).compile()
+        self.watch(compiled)
+        return compiled(*(x.array for x in parts))
 
     def gathered(self, x: _Spread) -> jax.Array:
         """The whole array on every device."""

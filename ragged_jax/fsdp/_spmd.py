@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from . import _check as check
 from ._argument import Argument
 from ._joined import Joined, paths, vary
+from ._memory import to_memory
+from ._splits import auto, closed, only, opened, opened_spec, others
 from ._unit import pin
 
 _CARRY = (
@@ -126,27 +129,53 @@ class Call:
         )
         joined = {"whole": PartitionSpec(), "split": PartitionSpec(self.axes)}
         out_specs = (PartitionSpec(), joined, joined, {i: self.models[i].specs[0] for i in indices})
-        run = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axes),
-            check_vma=True,
-        )
-        loss, out, closed, grads = self._enter(run, inputs, in_specs)
+        loss, out, closed, grads = self._enter(self._mapped(local, in_specs, out_specs), inputs, in_specs)
         for i, model_state in left.join(closed).items():
             self.models[i].commit(model_state)
         return loss, output.join(out), grads
 
+    def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`shard_map` of a function over the axes of the batch, from and to arrays at rest.
+
+        What the specs say of other axes holds outside. Inside, these axes are automatic.
+        """
+        names = tuple(sorted({n for spec in flat_specs((in_specs, out_specs)) for n in others(spec, self.axes)}))
+        inner = [
+            jax.tree.map(lambda s: only(opened_spec(s, self.axes), self.axes), specs, is_leaf=_is_spec)
+            for specs in (in_specs, out_specs)
+        ]
+        mapped = partial(
+            jax.shard_map, local, in_specs=inner[0], out_specs=inner[1], axis_names=set(self.axes), check_vma=True
+        )
+        if not names:
+            return mapped(mesh=self.mesh)
+
+        def run(*inputs: Any) -> Any:
+            here = jax.sharding.get_abstract_mesh()
+            mesh = self.mesh if here.empty else here
+            specs = flat_specs(_spread(in_specs, inputs))
+            leaves, treedef = jax.tree.flatten(inputs)
+            entering = [opened(x, spec, self.axes, mesh) for x, spec in zip(leaves, specs, strict=True)]
+            *out, grads = mapped(mesh=mesh)(*jax.tree.unflatten(treedef, entering))
+            shapes = {i: [x.shape for x in jax.tree.leaves(self.models[i].params)] for i in grads}
+            return (*out, {i: self._at_rest(i, g, shapes[i], mesh) for i, g in grads.items()})
+
+        return auto(run, names, self.mesh, out_specs)
+
+    def _at_rest(self, index: int, grads: Any, shapes: list[tuple[int, ...]], mesh: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(grads)
+        triples = zip(leaves, shapes, flat_specs(self.models[index].specs[0]), strict=True)
+        return jax.tree.unflatten(treedef, [closed(g, shape, s, self.axes, mesh) for g, shape, s in triples])
+
     def _enter(self, run: Callable, inputs: Any, in_specs: Any) -> Any:
         """Calls `run` with its inputs where it wants them, under jit in any case."""
         leaves, treedef = jax.tree.flatten(inputs)
-        specs = flat_specs(jax.tree.map(lambda s, sub: _broadcast(s, sub), in_specs, inputs, is_leaf=_is_spec))
+        specs = flat_specs(_spread(in_specs, inputs))
         shardings = [NamedSharding(self.mesh, spec) for spec in specs]
         if not any(check.is_traced(x) for x in leaves):
             placed = [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
             return jax.jit(run)(*jax.tree.unflatten(treedef, placed))
+        leaves = [to_memory(x, "device") for x in leaves]
         if AxisType.Explicit in self.mesh.axis_types:
             leaves = [pin(x, s) for x, s in zip(leaves, shardings, strict=True)]
         return run(*jax.tree.unflatten(treedef, leaves))
@@ -200,8 +229,9 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _broadcast(spec: PartitionSpec, subtree: Any) -> Any:
-    return jax.tree.map(lambda _: spec, subtree)
+def _spread(specs: Any, tree: Any) -> Any:
+    """A tree with the spec of each leaf, where one spec may stand for a subtree."""
+    return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=_is_spec)
 
 
 def flat_specs(specs: Any) -> list[PartitionSpec]:

@@ -17,6 +17,7 @@ from ._labels import LabelRule, label_groups
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
 from ._processes import check_layout_on_all_processes
+from ._split_rule import Specs, SplitRule, one_kind
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
@@ -87,6 +88,7 @@ def shard_tree(
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
+    specs: Specs | None = None,
     check_processes: bool = True,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
@@ -105,6 +107,9 @@ def shard_tree(
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
       label: names for parts that are to be trained apart: a mapping from path patterns to labels, or a function of
         the path. Tensors of different labels never share a slab; see `partition`.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes.
       check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
         them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
@@ -126,6 +131,8 @@ def shard_tree(
     axes = check.mesh_axes(mesh, axis)
     root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
     groups = label_groups((part.group(block or elements(1)) for part in root.walk()), label)
+    groups = SplitRule.of(mesh, axes, specs).split(groups, {})
+    one_kind(mesh, axes, groups)
     check.block_patterns(block, groups)
     check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)

@@ -26,6 +26,7 @@ from ._overlap import Segment as Segment
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments
 from ._ragged_shard import RaggedShard as RaggedShard
+from ._ragged_shard import StridedRaggedShard as StridedRaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement
 from ._slab import Slab as Slab
@@ -35,4 +36,5 @@ from ._storage import can_be_tiled as can_be_tiled
 from ._storage import cuts as cuts
 from ._storage import stored_order as stored_order
 from ._storage import tile_regions as tile_regions
+from ._tensor import Split as Split
 from ._tensor import TensorSpec as TensorSpec
