@@ -140,7 +140,7 @@ def test_the_process_never_holds_the_model_twice():
     sizes = (7, 3, 512)
     born, sharded = (measure_apart(way, *sizes) for way in ("deferred", "replicated"))
     assert born["device"] < 1.01 * born["model"] / 7
-    assert born["peak"] < 3 * born["model"]
+    assert born["peak"] < 4 * born["model"]
     assert sharded["peak"] > 6 * sharded["model"]
 
 
