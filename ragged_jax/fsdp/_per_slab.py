@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
@@ -69,11 +70,13 @@ def on_shards(
 def tensors_on_shard(of: SlabOf, shard: jax.Array) -> Iterator[tuple[str, jax.Array, jax.Array]]:
     """Inside: by tensor of a slab, the shard as `[layers, rows, width]` and which of its rows are the tensor's."""
     unit, slab = of.unit, of.slab
-    copies = unit.bucket.num_copies
-    shard = shard.reshape(copies, slab.rows * unit.share, slab.width)
-    bounds = jnp.asarray([unit._bounds(slab, k) for k in range(unit.num_shards)]) // slab.width
-    low, high = bounds[lax.axis_index(unit.axis)]
-    row = low + jnp.arange(slab.rows * unit.share)
+    copies, num_rows = unit.bucket.num_copies, slab.rows * unit.share
+    shard = shard.reshape(copies, num_rows, slab.width)
+    bounds = np.array([unit._bounds(slab, k) for k in range(unit.num_shards)], np.int64) // slab.width
+    row, k = jnp.arange(num_rows), lax.axis_index(unit.axis)
     for placement in slab.placements:
-        start, stop = placement.offset // slab.width, placement.stop // slab.width
-        yield placement.tensor.name, shard, (row >= start) & (row < jnp.minimum(stop, high))
+        # In rows of each device's shard, so that 32 bits are enough.
+        start = np.maximum(placement.offset // slab.width - bounds[:, 0], 0)
+        stop = np.minimum(placement.stop // slab.width, bounds[:, 1]) - bounds[:, 0]
+        low, high = (jnp.asarray(np.clip(x, 0, num_rows).astype(np.int32))[k] for x in (start, stop))
+        yield placement.tensor.name, shard, (row >= low) & (row < high)
