@@ -95,7 +95,6 @@ def test_the_public_surface():
         "labelled",
         "norms",
         "offload",
-        "optim",
         "partition",
         "plan",
         "quantisation_error",
