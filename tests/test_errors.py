@@ -126,7 +126,7 @@ def test_a_filter_that_tears_a_packed_slab_apart():
     with pytest.raises(ValueError, match=r"cannot choose a part of a packed slab") as error:
         rj.value_and_grad(lambda m, x: 0.0, argnums=biases)(sharded, np.ones(7))
     assert "blocks/0/down/bias" in str(error.value)
-    assert "variable type of their own" in str(error.value)
+    assert "fully_shard(..., label=...)" in str(error.value)
 
 
 def test_patterns_that_match_nothing():
