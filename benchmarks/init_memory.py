@@ -83,9 +83,8 @@ def table(device_counts: tuple[int, ...], layers: int, width: int) -> str:
         f"CPU devices, {os.cpu_count()} cores. An embedding of 16001 x {width} and {layers} MLPs of {width} x "
         f"{4 * width} in f32, each matrix from a variance-scaled distribution. Peak: the largest resident "
         "memory of the process, less what it had before; it holds the arrays of all devices. Seconds include "
-        "compiling. Beyond the model's own bytes a deferred init takes about four times the largest tensor or "
-        "packed slab, spread over the devices: random bits are made from two counters for each element, and a "
-        "slab is built beside its tensors.",
+        "compiling. Beyond the model's own bytes a deferred init takes room for one tensor or slab at a time: random "
+        "bits are made from two counters for each element, and a slab is built beside its tensors.",
         "",
         "| devices | created | model | arrays on each device | peak of the process | peak / model | seconds |",
         "|---:|---|---:|---:|---:|---:|---:|",

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import optim as optim
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
     from .adapters import labelled as labelled
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .fsdp import apply as apply
     from .fsdp import check_same_on_all_processes as check_same_on_all_processes
     from .fsdp import combine as combine
+    from .fsdp import compiler_options as compiler_options
     from .fsdp import describe as describe
     from .fsdp import find_nonfinite as find_nonfinite
     from .fsdp import full_params as full_params
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .fsdp import offload as offload
     from .fsdp import partition as partition
     from .fsdp import plan as plan
+    from .fsdp import quantisation_error as quantisation_error
     from .fsdp import replicated as replicated
     from .fsdp import shard_like as shard_like
     from .fsdp import shard_tree as shard_tree
@@ -54,17 +57,19 @@ _HOME = {
         "ShardedTree",
         "all_finite",
         "apply",
-        "combine",
         "check_same_on_all_processes",
+        "combine",
+        "compiler_options",
         "describe",
         "find_nonfinite",
         "full_params",
         "get",
         "get_layout",
-        "partition",
         "norms",
         "offload",
+        "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "shard_like",
         "shard_tree",
@@ -80,6 +85,8 @@ _WHERE = {name: package for package, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module(f"{__name__}.optim")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _HOME["fsdp"]:

@@ -32,7 +32,7 @@ class GPT(nnx.Module):
     def __init__(self):
         rngs = nnx.Rngs(0)
         self.embed = nnx.Embed(61, 24, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(rngs)])
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -94,13 +94,13 @@ def test_frozen_slabs_cost_nothing(kwargs):
     moments = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
     assert set(device_nbytes(moments).values()) == {2 * sum(slab.shard_nbytes for slab in lora)}
     report = hlo_report(step.lower(model, optimizer, TOKENS[0]).compile().compiled)
-    assert report.collectives["reduce-scatter"].executed == len(lora) == 2
+    assert report.collectives["reduce-scatter"].executed == len(lora) == 1
     step(model, optimizer, TOKENS[0])
     after = flat(rj.full_params(model))
     assert {name for name in before if (before[name] != after[name]).any()} == {n for n in before if "lora" in n}
     optimizer, step = stepper(model, nnx.Param, value_and_grad)
     report = hlo_report(step.lower(model, optimizer, TOKENS[0]).compile().compiled)
-    assert report.collectives["reduce-scatter"].executed > 2  # and the count can tell
+    assert report.collectives["reduce-scatter"].executed > 1  # and the count can tell
 
 
 def test_labels():
@@ -161,7 +161,7 @@ def test_pytrees(kwargs):
 def test_a_partition_that_tears_a_slab_or_is_empty():
     tree = rj.shard_tree(PARAMS, make_mesh(3), axis="fsdp", units="layers/*")
     with pytest.raises(
-        ValueError, match=r"head_a \(chosen\)(?s:.)*layers/0/a \(chosen\) with layers/0/w(?s:.)*label="
+        ValueError, match=r"layers/0/a \(chosen\) with layers/0/w(?s:.)*layers/1/a \(chosen\)(?s:.)*label="
     ):
         rj.partition(tree, ("*a", "nothing"))
     with pytest.raises(ValueError, match=r"chooses nothing; the tensors are .*layers/0/w"):

@@ -127,7 +127,7 @@ def test_two_processes_are_one_job(pair):
 def test_a_killed_process_ends_the_other_with_an_error(pair):
     assert pair["returned"][1] == -9
     assert pair["returned"][0] not in (0, None)
-    assert pair["survived"] < 30
+    assert pair["survived"] < 40  # heartbeats may stay away for 10 s
 
 
 def test_a_single_process_compares_nothing():

@@ -80,7 +80,7 @@ def save() -> None:
 
 
 def main() -> None:
-    jax.distributed.initialize(f"localhost:{PORT}", 2, RANK, heartbeat_timeout_seconds=5)
+    jax.distributed.initialize(f"localhost:{PORT}", 2, RANK, heartbeat_timeout_seconds=10)
     mesh = jax.make_mesh((4,), ("fsdp",))
     RESULTS["disagreeing"] = disagreeing(mesh)
     training(mesh)

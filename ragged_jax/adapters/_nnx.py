@@ -12,6 +12,7 @@ from ..fsdp import (
     LabelRule,
     Part,
     PrecisionRule,
+    ReshardRule,
     SlabOf,
     Specs,
     SplitRule,
@@ -28,6 +29,7 @@ from ..fsdp import (
     params_in,
     parts_of,
     precision_for,
+    reshard_flags,
     shard_like_registry,
     units_of,
 )
@@ -48,7 +50,7 @@ def fully_shard(
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
     plan: Plan | Layout | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: ReshardRule = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
     label: LabelRule = None,
@@ -71,7 +73,10 @@ def fully_shard(
       wrt: the type of the variables to shard.
       plan: a plan or layout to follow instead of making one.
       reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+        called under `jax.remat` anyway, False saves a gather: the remat drops them. A mapping from patterns of
+        units' paths to bools decides for each unit; an int k is True for all but the last k units in the order of
+        the module tree, whose weights backward needs first. A stack counts as one unit: the layers of a scan share
+        one program, so that all of them drop their weights or none.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
@@ -116,9 +121,10 @@ def fully_shard(
     else:
         slabs, state = create(lambda: _made(make(), wrt, units, stacked), made)
         nnx.update(model, state)
+    reshard = {"": True, **reshard_flags(reshard_after_forward, [own.name for own in owned[1:]])}
     for unit, own in zip(reversed(made), reversed(owned), strict=True):  # innermost first: a unit may hold units
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs[own.name])
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard[own.name], policy), slabs[own.name])
     return model
 
 
@@ -145,7 +151,10 @@ def _state(model: nnx.Module, wrt: Any) -> nnx.State:
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
     state = _state(model, wrt)
-    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
+    elif not any(check.is_traced(x) for x in leaves):
         nnx.update(model, jax.device_put(state, everywhere))
 
 

@@ -3,6 +3,7 @@
 from . import _check as _check
 from ._argument import Argument as Argument
 from ._argument import as_argument as as_argument
+from ._compiler_options import compiler_options as compiler_options
 from ._describe import BucketDescription as BucketDescription
 from ._describe import Description as Description
 from ._describe import describe as describe
@@ -45,8 +46,12 @@ from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for
 from ._processes import check_layout_on_all_processes as check_layout_on_all_processes
 from ._processes import check_same_on_all_processes as check_same_on_all_processes
+from ._quantised_error import QuantisationError as QuantisationError
+from ._quantised_error import quantisation_error as quantisation_error
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
+from ._reshard import ReshardRule as ReshardRule
+from ._reshard import reshard_flags as reshard_flags
 from ._split_rule import Specs as Specs
 from ._split_rule import SplitRule as SplitRule
 from ._split_rule import one_kind as one_kind

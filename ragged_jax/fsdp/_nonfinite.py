@@ -12,7 +12,7 @@ from ..layout import Placement, stored_order
 from ._check import is_traced
 from ._leaves import SlabOf
 from ._per_slab import on_shards, slabs_and_others, tensors_on_shard
-from ._unit import _on_host
+from ._unit import on_host
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def find_nonfinite(tree: Any, like: Any = None) -> list[NonFinite]:
     found = []
     if slabs:
         spec = PartitionSpec(slabs[0][0].unit.axis)
-        firsts, counts = (_on_host(x) for x in on_shards(_first_and_count, slabs, spec))
+        firsts, counts = (on_host(x) for x in on_shards(_first_and_count, slabs, spec))
         column = 0
         for of, _ in slabs:
             copies = of.unit.bucket.num_copies
@@ -75,7 +75,7 @@ def find_nonfinite(tree: Any, like: Any = None) -> list[NonFinite]:
                 found += _report(of, placement, firsts[:, here], counts[:, here])
                 column += copies
     for leaf, x in others:
-        if jnp.issubdtype(x.dtype, jnp.inexact) and (bad := np.argwhere(~np.isfinite(_on_host(x)))).size:
+        if jnp.issubdtype(x.dtype, jnp.inexact) and (bad := np.argwhere(~np.isfinite(on_host(x)))).size:
             found.append(NonFinite(leaf.path, tuple(map(int, bad[0])), len(bad)))
     return found
 

@@ -116,6 +116,10 @@ class Unit:
             shape = tuple(size * math.prod(sizes[n] for n in d) for size, d in zip(shape, dims, strict=True))
         return shape if self.bucket.stack is None else (self.bucket.stack, *shape)
 
+    def abstract(self, slab: Slab) -> jax.ShapeDtypeStruct:
+        """The slab's array as `jit` needs to know it to compile."""
+        return jax.ShapeDtypeStruct(self.shape(slab), slab.dtype, sharding=self.sharding(slab))
+
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
 
@@ -123,6 +127,8 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         self._check(tensors)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in tensors.values()):
+            return {slab.name: self.abstract(slab) for slab in self.bucket.slabs}  # type: ignore[misc]
         if any(is_traced(x) for x in tensors.values()):
             return {slab.name: pin(self.packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
@@ -160,7 +166,7 @@ class Unit:
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         lead, copies = int(self.stacked), self.bucket.num_copies
-        whole = [(p, _on_host(tensors[p.tensor.name])) for p in slab.placements]
+        whole = [(p, on_host(tensors[p.tensor.name])) for p in slab.placements]
         dtype, shape = canonical_dtype(whole[0][1]), self.shape(slab)
         stored = []
         for p, x in whole:
@@ -211,7 +217,7 @@ class Unit:
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
                 tensors |= self._tensors(slab, whole)
             else:
-                whole = self._tensors(slab, _on_host(array))
+                whole = self._tensors(slab, on_host(array))
                 # A view of a packed slab would keep all of it alive.
                 tensors |= whole if slab.sole else {name: np.array(x) for name, x in whole.items()}
         return tensors
@@ -224,7 +230,8 @@ def pin(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """The whole array, from all processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from ..layout import Slab
 from ._joined import vary
+from ._quantised import gather_quantised
 from ._sink import WithSink, reduce_scatter
 from ._slabs import slab_of, slab_shape, tensors_of
 from ._splits import on_slices, tensor_spec
@@ -49,7 +50,7 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
         dtypes = tuple((name, str(sink.dtype)) for name, sink in sinks.items())
         tensors: Arrays = dict(_gather(unit, dtypes, smooth, sinks))  # type: ignore[arg-type]
         rest = {name: x for name, x in shards.items() if name not in smooth}
-        return tensors | _gathered(unit, rest, lambda x: x)
+        return tensors | _gathered(unit, rest, _whole)
 
 
 def _check(unit: Unit, shards: Arrays) -> None:
@@ -68,15 +69,15 @@ def _check(unit: Unit, shards: Arrays) -> None:
         )
 
 
-def _gathered(unit: Unit, shards: Arrays, cast: Callable[[jax.Array], jax.Array]) -> Arrays:
+def _gathered(unit: Unit, shards: Arrays, gather: Callable[[Unit, Slab, jax.Array], jax.Array]) -> Arrays:
     """The tensors of some of a bucket's slabs. Where other axes split them, each slice is gathered by itself."""
     chosen = [slab for slab in unit.bucket.slabs if slab.name in shards]
 
     def local(shards: Arrays) -> Arrays:
         tensors: Arrays = {}
         for slab in chosen:
-            shard = cast(shards[slab.name].reshape(slab_shape(slab, unit.share)))
-            tensors |= tensors_of(slab, _whole(unit, slab, shard), unit.shares)
+            shard = shards[slab.name].reshape(slab_shape(slab, unit.share))
+            tensors |= tensors_of(slab, gather(unit, slab, shard), unit.shares)
         return tensors
 
     slab_specs, tensor_specs = _slice_specs(unit, chosen)
@@ -97,9 +98,17 @@ def _whole(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
     return lax.all_gather(shard, unit.axis, tiled=True) if slab.shard_numel else shard
 
 
+def _whole_smooth(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
+    precision = unit.precision
+    if precision.gather_dtype is None or not slab.shard_numel or not jnp.issubdtype(shard.dtype, jnp.floating):
+        return _whole(unit, slab, precision.gathered(shard))
+    dtype = precision.param_dtype or shard.dtype
+    return gather_quantised(shard, unit.axis, str(precision.gather_dtype), precision.gather_block, dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(unit: Unit, sink_dtypes: tuple[tuple[str, str], ...], shards: Arrays, sinks: Arrays) -> Arrays:
-    return _gathered(unit, shards, unit.precision.gathered)
+    return _gathered(unit, shards, _whole_smooth)
 
 
 def _gather_fwd(unit, sink_dtypes, shards, sinks):
