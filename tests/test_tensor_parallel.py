@@ -361,3 +361,19 @@ def test_a_plan_made_before_is_followed():
     assert rj.get_layout(tree) == plan.layout
     with pytest.raises(ValueError, match="the plan is not for this model"):
         rj.shard_tree(params(), mesh, axis="fsdp", units="layers/*", plan=plan)
+
+
+def test_what_reads_slabs_by_itself_knows_of_splits():
+    rng = np.random.default_rng(0)
+    weights = {
+        "up": rng.normal(size=(64, 1024)),
+        "down": rng.normal(size=(1024, 64)),
+        "odd": rng.normal(size=(7, 10)),
+    }
+    specs = {"up": PartitionSpec(None, "tp"), "down": PartitionSpec("tp"), "odd": PartitionSpec(None, "tp")}
+    tree = rj.shard_tree(weights, make_mesh({"fsdp": 2, "tp": 2}), axis="fsdp", specs=specs)
+    full = rj.full_params(tree)
+    assert all((rj.get(tree, name) == full[name]).all() for name in weights)
+    for function in (rj.norms, rj.find_nonfinite):
+        with pytest.raises(NotImplementedError, match="split over other mesh axes: down, "):
+            function(tree)
