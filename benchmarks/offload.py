@@ -1,13 +1,14 @@
 """What offloading leaves on the accelerator: one AdamW step, compiled ahead of time for H100 and TPU.
 
-Eight layers of two matrices, stacked and scanned, bf16 work on f32 parameters. The rows differ in what lies in host memory
-between steps: nothing, the optimizer's state, or that and the parameters.
+Eight layers of two matrices, stacked and scanned, bf16 work on f32 parameters. The rows differ in what lies in host
+memory between steps: nothing, the optimizer's state, or that and the parameters.
 
     python benchmarks/offload.py --target h100 --target v5p
 """
 
 import argparse
 import os
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -33,7 +34,7 @@ def abstract_tree(mesh: Mesh, memory_kind: str) -> rj.ShardedTree:
 
     def tree(name: str, names: list[str], children: dict, treedef) -> rj.ShardedTree:
         unit = Unit(plan.layout.bucket(name), mesh, ("fsdp",), precision=rj.MixedPrecision("bfloat16"))
-        slabs = {
+        slabs: Any = {
             slab.name: jax.ShapeDtypeStruct(
                 unit.shape(slab), slab.dtype, sharding=unit.sharding(slab).with_memory_kind(memory_kind)
             )
@@ -63,7 +64,7 @@ def compile_step(mesh: Mesh, state_on_host: bool, params_on_host: bool):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=like.sharding.with_memory_kind(kind))
 
     moments = jax.tree.map(lambda p: placed(p, p), params)
-    count = jax.ShapeDtypeStruct((), "int32", sharding=everywhere)
+    count: Any = jax.ShapeDtypeStruct((), "int32", sharding=everywhere)
     state = (optax.ScaleByAdamState(count, moments, moments), optax.EmptyState(), optax.EmptyState())
 
     def step(params, state, x):
@@ -88,7 +89,7 @@ def main() -> None:
     for target in args.target or TARGETS:
         mesh = Mesh(np.array(devices_of(target)), ("fsdp",), axis_types=(AxisType.Auto,))
         for name, where in {"nothing": (0, 0), "state": (1, 0), "state and parameters": (1, 1)}.items():
-            m = compile_step(mesh, *map(bool, where)).memory_analysis()
+            m: Any = compile_step(mesh, *map(bool, where)).memory_analysis()
             sizes = (m.argument_size_in_bytes, m.temp_size_in_bytes)
             host = (m.host_argument_size_in_bytes, m.host_temp_size_in_bytes)
             cells = " | ".join(f"{n / MIB:.0f} MiB" for n in (*sizes, *host))

@@ -1,6 +1,7 @@
 """Ragged shards inside the slices of tensor and expert parallelism: one device's numbers, and no gather over tp."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +76,17 @@ DATA = np.random.default_rng(1).integers(0, VOCAB, (STEPS, 24, 6))
 TX = optax.adamw(3e-3, eps=1e-2)
 
 
-def run(params, grad_fn):
+def run(params, grad_fn) -> tuple[list[float], Any, Any, Any]:
+    """Losses, parameters, the first gradients and the state after some steps of AdamW."""
+
     @jax.jit
     def step(params, state, tokens):
         loss, grads = grad_fn(params, tokens)
         updates, state = TX.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss, grads
 
-    losses, state, first = [], TX.init(params), None
+    losses, first = [], None
+    state: Any = TX.init(params)
     for tokens in DATA:
         params, state, value, grads = step(params, state, tokens)
         losses.append(float(value))
@@ -212,14 +216,15 @@ def test_weights_and_gradients_are_gathered_over_fsdp_only(axis_type, accumulate
 
     with jax.set_mesh(mesh):
         tree = rj.shard_tree(weights, mesh, axis="fsdp", specs=specs)
-        assert tree.slabs["up"].sharding.spec == PartitionSpec("fsdp", "tp")
+        shardings: dict[str, Any] = {name: x.sharding for name, x in tree.slabs.items()}
+        assert shardings["up"].spec == PartitionSpec("fsdp", "tp")
         assert tree.slabs["up"].shape == (d, f)
-        assert tree.slabs["down"].sharding.spec == PartitionSpec(("tp", "fsdp"), None)
+        assert shardings["down"].spec == PartitionSpec(("tp", "fsdp"), None)
         assert tree.slabs["down"].shape == (f, d)
         (packed,) = set(tree.slabs) - {"up", "down"}
-        assert tree.slabs[packed].sharding.spec[:2] == ("tp", "fsdp")
-        grad_fn = rj.value_and_grad(loss, **({"num_microbatches": 2} if accumulate else {}))
-        text = jax.jit(grad_fn).lower(tree, np.ones((batch, d), np.float32)).compile().as_text()
+        assert shardings[packed].spec[:2] == ("tp", "fsdp")
+        grad_fn = rj.value_and_grad(loss, num_microbatches=2 if accumulate else 1)
+        text = jax.jit(grad_fn).lower(tree, np.ones((batch, d), np.float32)).compile().as_text() or ""
     largest = (d + 1) * (f + 2) // 2 + 4
     moved = {"all-gather": [], "reduce-scatter": []}
     for op, numel, line in collectives(text):
@@ -235,6 +240,23 @@ def test_weights_and_gradients_are_gathered_over_fsdp_only(axis_type, accumulate
     assert {d * f // 2} <= set(moved["all-gather"])
     assert {d * f // 4} <= set(moved["reduce-scatter"])
     assert max(moved["reduce-scatter"]) <= largest // 2
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.everything_saveable], ids=["ours", "keep all"])
+def test_gathered_slices_are_not_kept_for_backward(policy):
+    num, d, f = 3, 32, 2048
+    mesh, normal = make_mesh({"fsdp": 2, "tp": 2}), np.random.default_rng(0).normal
+    weights = {"layers": {"up": normal(size=(num, d, f)), "down": normal(size=(num, f, d))}}
+    specs = {"*/up": PartitionSpec(None, None, "tp"), "*/down": PartitionSpec(None, "tp")}
+    layer = rj.unsharded(lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"], policy=policy)
+
+    def loss(params, x):
+        return (jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])[0] ** 2).mean()
+
+    tree = rj.shard_tree(weights, mesh, axis="fsdp", units="layers", stacked="layers", specs=specs)
+    text = jax.jit(rj.value_and_grad(loss)).lower(tree, np.ones((8, d), np.float32)).compile().as_text() or ""
+    kept = [shape for shape in (f"f32[{num},{d},{f // 2}]", f"f32[{num},{f // 2},{d}]") if shape in text]
+    assert bool(kept) == (policy is not None)
 
 
 def test_the_reading_of_groups_can_see_tp():
@@ -339,3 +361,19 @@ def test_a_plan_made_before_is_followed():
     assert rj.get_layout(tree) == plan.layout
     with pytest.raises(ValueError, match="the plan is not for this model"):
         rj.shard_tree(params(), mesh, axis="fsdp", units="layers/*", plan=plan)
+
+
+def test_what_reads_slabs_by_itself_knows_of_splits():
+    rng = np.random.default_rng(0)
+    weights = {
+        "up": rng.normal(size=(64, 1024)),
+        "down": rng.normal(size=(1024, 64)),
+        "odd": rng.normal(size=(7, 10)),
+    }
+    specs = {"up": PartitionSpec(None, "tp"), "down": PartitionSpec("tp"), "odd": PartitionSpec(None, "tp")}
+    tree = rj.shard_tree(weights, make_mesh({"fsdp": 2, "tp": 2}), axis="fsdp", specs=specs)
+    full = rj.full_params(tree)
+    assert all((rj.get(tree, name) == full[name]).all() for name in weights)
+    for function in (rj.norms, rj.find_nonfinite):
+        with pytest.raises(NotImplementedError, match="split over other mesh axes: down, "):
+            function(tree)

@@ -55,6 +55,7 @@ from ._reshard import reshard_flags as reshard_flags
 from ._split_rule import Specs as Specs
 from ._split_rule import SplitRule as SplitRule
 from ._split_rule import one_kind as one_kind
+from ._splits import not_split as not_split
 from ._spmd import fold_in_device as fold_in_device
 from ._spmd import replicated as replicated
 from ._spmd import varying as varying

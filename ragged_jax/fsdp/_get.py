@@ -58,6 +58,8 @@ def _place(part: Part, name: str) -> tuple[Unit, Slab, Placement]:
 
 def _read(unit: Unit, slab: Slab, placement: Placement, array: jax.Array) -> jax.Array:
     """Under a trace. The tensor's rows are cut out of the slab before they are gathered."""
+    if placement.tensor.splits:
+        return unit.full({slab.name: array})[placement.tensor.name]
     lead, everywhere = int(unit.stacked), NamedSharding(unit.mesh, PartitionSpec())
 
     def rows(array: jax.Array) -> jax.Array:
@@ -74,6 +76,8 @@ def _read(unit: Unit, slab: Slab, placement: Placement, array: jax.Array) -> jax
 
 def _joined(unit: Unit, slab: Slab, placement: Placement, array: jax.Array) -> np.ndarray:
     """From the devices that hold something of it, each giving what it holds."""
+    if placement.tensor.splits:
+        return unit.full({slab.name: array})[placement.tensor.name]
     lead = int(unit.stacked)
     by_start = {shard.index[lead].start or 0: shard.data for shard in array.addressable_shards}
     rows, width = slab_shape(slab, unit.share)[0], max(1, slab.shard_numel // max(1, slab.rows))

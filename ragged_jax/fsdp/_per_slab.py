@@ -13,6 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ._check import is_traced
 from ._leaves import Leaf, SlabOf, leaves_of
+from ._splits import not_split
 from ._unit import pin
 
 
@@ -50,6 +51,7 @@ def on_shards(
     out_spec: PartitionSpec,
 ) -> Any:
     """Calls a function inside `shard_map` with this device's part of each slab, under jit in any case."""
+    not_split([of.slab for of, _ in slabs], "this function of every shard")
     units = [of.unit for of, _ in slabs]
     mesh, axes, arrays = units[0].mesh, units[0].axes, [x for _, x in slabs]
     shardings = [of.unit.sharding(of.slab) for of, _ in slabs]

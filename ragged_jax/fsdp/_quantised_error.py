@@ -7,6 +7,7 @@ import numpy as np
 
 from ._argument import as_argument
 from ._quantised import pack, unpack
+from ._splits import not_split
 from ._unit import Unit, on_host
 
 
@@ -40,6 +41,7 @@ def quantisation_error(model: Any) -> dict[str, QuantisationError]:
     for array, of in zip(jax.tree.leaves(argument.params), argument.slabs, strict=True):
         if of is None or of.unit.precision.gather_dtype is None or not of.slab.shard_numel:
             continue
+        not_split([of.slab], "the error of a quantised gather")
         dtype = str(of.unit.precision.gather_dtype)
         block, whole = of.unit.precision.gather_block, on_host(array)
         parts = whole.reshape(-1, of.slab.shard_numel * of.unit.share)

@@ -137,3 +137,12 @@ def auto(function: Callable, names: Sequence[str], mesh: Mesh, out_specs: Any) -
             "context: call `jax.set_mesh(mesh)` once, or make these axes `AxisType.Auto`"
         )
     return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_specs)
+
+
+def not_split(slabs: Sequence[Slab], what: str) -> None:
+    """Raises NotImplementedError when other mesh axes split tensors, with all their names."""
+    if names := [p.tensor.name for slab in slabs for p in slab.placements if p.tensor.splits]:
+        raise NotImplementedError(
+            f"{what} cannot yet deal with tensors that are split over other mesh axes: {', '.join(names)}; "
+            "`full_params` gives them whole"
+        )

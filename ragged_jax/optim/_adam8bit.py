@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..fsdp import Leaf, Leaves, leaves_of
+from ..fsdp import Leaf, Leaves, leaves_of, not_split
 from ..fsdp._check import is_traced
 from ..fsdp._unit import pin
 from ..layout import Block
@@ -68,6 +68,7 @@ class _Adam:
           ValueError: a device boundary cuts blocks; every such tensor is listed.
         """
         if leaves not in self._grids:
+            not_split([leaf.of.slab for leaf in leaves if leaf.of is not None], "optimizer state in 8 bits")
             faults: list[str] = []
             grids = []
             for leaf in leaves:
