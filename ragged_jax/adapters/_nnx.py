@@ -1,4 +1,4 @@
-"""Flax NNX: `fully_shard` a module, and how it passes through the transforms."""
+"""Flax NNX: sharding a module, and how it passes through the transforms."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,11 +23,12 @@ from ..fsdp import (
 from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
-from ._nnx_find import ModuleUnits, Path, find, get_path, join
+from ._match import ModuleUnits
+from ._nnx_find import Path, find, get_path, join
 from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of
 
 
-def fully_shard(
+def shard_nnx(
     model: nnx.Module,
     mesh: Mesh,
     *,
@@ -41,33 +42,7 @@ def fully_shard(
     policy: Callable | None = None,
     precision: PrecisionRule = None,
 ) -> nnx.Module:
-    """Spreads a Flax NNX model's parameters over a mesh axis, in place.
-
-    Args:
-      model: the module. Its other variables (statistics, random state) are replicated.
-      mesh: the devices, with `Auto` or `Explicit` axes.
-      axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
-      units: which submodules gather their parameters when they are called and drop them afterwards: a class,
-        several, or a predicate on path and module. What is left is gathered at the start of the step.
-      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules. By default what
-        the plan says, or else single elements.
-      stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`.
-      wrt: the type of the variables to shard.
-      plan: a plan or layout to follow instead of making one.
-      reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them.
-      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
-        gathered weights and what cheap arithmetic makes again.
-      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
-
-    Returns:
-      The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
-      `packed_slabs`. `full_params` gives all of them back.
-
-    Raises:
-      ValueError: an unknown axis, units that match nothing, or a plan for another model.
-      TypeError: parameters that are not numeric arrays.
-    """
+    """`fully_shard` for NNX, in place."""
     axes = check.mesh_axes(mesh, axis)
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
@@ -76,10 +51,11 @@ def fully_shard(
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
     _replicate_state(model, wrt, mesh)
     for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
+        rule = precision_for(own.name, precision)
+        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, rule, reshard_after_forward, policy)
         slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
+        make_unit(own.module, ModuleUnit(unit, paths, wrt), slabs)
     return model
 
 
@@ -179,7 +155,9 @@ def _(model: nnx.Module) -> list[Unit]:
 
 
 @groups_of.register
-def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
+def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits, *inputs: Any) -> list[Group]:
+    if inputs:
+        raise TypeError("an NNX module has its parameters already; example inputs are for Linen modules")
     return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
 
 

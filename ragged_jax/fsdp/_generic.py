@@ -6,7 +6,8 @@ from typing import Any
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
-from ._tree import ShardedTree, tree_groups
+from ._sharded_tree import ShardedTree
+from ._tree import tree_groups
 from ._unit import Unit
 
 
@@ -70,15 +71,17 @@ def get_layout(model: Any) -> Layout:
 
 
 @singledispatch
-def groups_of(model: Any, block: BlockRule, units: Any, stacked: Any) -> list[Group]:
+def groups_of(model: Any, block: BlockRule, units: Any, stacked: Any, *inputs: Any) -> list[Group]:
     """What the planner needs to know of an unsharded model; abstract arrays will do."""
+    if inputs:
+        raise TypeError(f"only a Linen module is planned with example inputs; {type(model).__name__} has its arrays")
     return tree_groups(model, block, units, stacked)
 
 
 def plan(
     model: Any,
     num_shards: int,
-    *,
+    *inputs: Any,
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
@@ -87,8 +90,9 @@ def plan(
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
 
     Args:
-      model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
+      model: a Flax module, or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
+      inputs: of a Linen module, example inputs as its `init` takes them after the key; shapes will do.
       block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
@@ -97,7 +101,7 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    return planner.plan(groups_of(model, block, units, stacked), num_shards, **options)
+    return planner.plan(groups_of(model, block, units, stacked, *inputs), num_shards, **options)
 
 
 @full_params_registry.register

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import jax
@@ -11,23 +12,12 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _check as check
 from ._argument import Argument
-from ._joined import Joined, paths, vary
+from ._joined import Joined, paths, replicated, vary
 from ._unit import pin
 
 
-@jax.tree_util.register_pytree_node_class
-class replicated:
-    """Marks an argument of `value_and_grad` or `apply` that every device gets whole, instead of its share."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, values):
-        return cls(*values)
+# What adapters need to be in force while a user's function runs.
+around_calls: list[Callable[[], AbstractContextManager]] = []
 
 
 class Call:
@@ -56,7 +46,10 @@ class Call:
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
         args, kwargs = jax.tree.unflatten(self._treedef, leaves)
         opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
-        out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        with ExitStack() as stack:
+            for context in around_calls:
+                stack.enter_context(context())
+            out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
     def _pairs(self):

@@ -14,63 +14,10 @@ from ..planner import Group, Plan
 from . import _check as check
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
+from ._sharded_tree import ShardedTree
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class ShardedTree:
-    """A pytree of arrays whose bytes are spread over a mesh axis.
-
-    Itself a pytree: its leaves are the slabs' arrays, so `optax` transforms, `jit`, donation and `tree.map`
-    work on it as on any other. A tensor that has a slab of its own is found there under its path with its
-    natural shape. What the layout says travels along as static data.
-
-    Attributes:
-      slabs: by name, the arrays of this tree's own bucket.
-      children: by path, subtrees that are buckets of their own (`units=`).
-      unit: the bucket on its mesh.
-    """
-
-    def __init__(self, slabs: Arrays, children: dict[str, "ShardedTree"], unit: Unit, treedef: Any, names: Any):
-        self.slabs = slabs
-        self.children = children
-        self.unit = unit
-        self._treedef = treedef  # of the original tree, where each child counts as one leaf
-        self._names: tuple[str, ...] = names  # of its leaves: tensors and children
-
-    def tree_flatten_with_keys(self):
-        keyed = ((GetAttrKey("slabs"), self.slabs), (GetAttrKey("children"), self.children))
-        return keyed, (self.unit, self._treedef, self._names)
-
-    @classmethod
-    def tree_unflatten(cls, static, parts):
-        return cls(*parts, *static)
-
-    def rebuild(self, tensors: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
-        """The original structure, with these leaves."""
-        leaves = [children[name] if name in self.children else tensors[name] for name in self._names]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def flatten_up_to(self, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A tree of the original structure, as its leaves and its children's subtrees, by name.
-
-        Raises:
-          ValueError: the structures differ.
-        """
-        named = dict(zip(self._names, self._treedef.flatten_up_to(tree), strict=True))
-        children = {name: named.pop(name) for name in self.children}
-        return named, children
-
-    def replace(self, slabs: Arrays, children: dict[str, "ShardedTree"]) -> "ShardedTree":
-        """A tree of the same layout with other arrays."""
-        return ShardedTree(slabs, children, self.unit, self._treedef, self._names)
-
-    def __repr__(self):
-        slabs = ", ".join(f"{name}: {getattr(x, 'shape', x)}" for name, x in self.slabs.items())
-        inner = f"; children {', '.join(self.children)}" if self.children else ""
-        return f"ShardedTree({self.unit.bucket.name or 'root'} over {self.unit.axis}: {{{slabs}}}{inner})"
 
 
 def shard_tree(
@@ -82,6 +29,8 @@ def shard_tree(
     units: TreeUnits = None,
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
+    reshard_after_forward: bool = True,
+    policy: Callable | None = None,
     precision: PrecisionRule = None,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
@@ -96,6 +45,9 @@ def shard_tree(
         pattern of their path (`"layers/*"`), several, or a predicate on path and subtree.
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
+      reshard_after_forward: drop a unit's gathered weights and gather them again in backward.
+      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
+        gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
 
     Returns:
@@ -114,29 +66,34 @@ def shard_tree(
       (3, 5)
     """
     axes = check.mesh_axes(mesh, axis)
-    root = _parse_checked(params, units, stacked)
+    root = parse(params, units, stacked)
     groups = [part.group(block or elements(1)) for part in root.walk()]
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    return root.build(layout, mesh, axes, precision)
+
+    def unit_of(name: str) -> Unit:
+        rule = precision_for(name, precision)
+        return Unit(layout.bucket(name), mesh, axes, layout.shares, rule, reshard_after_forward, policy)
+
+    return root.build(unit_of)
 
 
 def tree_groups(params: Any, block: BlockRule, units: TreeUnits, stacked: TreeUnits) -> list[Group]:
     """The tensors of a pytree as the planner sees them, bucket by bucket."""
-    return [part.group(block) for part in _parse_checked(params, units, stacked).walk()]
+    return [part.group(block) for part in parse(params, units, stacked).walk()]
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """A subtree that becomes one bucket, and the units below it."""
 
     name: str
     treedef: Any
     names: tuple[str, ...]
     own: dict[str, Any]
-    children: dict[str, "_Part"]
+    children: dict[str, "Part"]
     stack: bool
 
-    def walk(self) -> Iterator["_Part"]:
+    def walk(self) -> Iterator["Part"]:
         yield self
         for child in self.children.values():
             yield from child.walk()
@@ -149,13 +106,25 @@ class _Part:
         )
         return Group(self.name, tuple(specs), length)
 
-    def build(self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule) -> ShardedTree:
-        unit = Unit(layout.bucket(self.name), mesh, axes, layout.shares, precision_for(self.name, precision))
-        children = {name: child.build(layout, mesh, axes, precision) for name, child in self.children.items()}
-        return ShardedTree(unit.shard(self.own), children, unit, self.treedef, self.names)
+    def build(self, unit_of: Callable[[str], Unit], place: Callable[[Unit, Arrays], Arrays] = Unit.shard) -> ShardedTree:
+        """The sharded tree of these tensors.
+
+        Args:
+          unit_of: the bucket on its mesh, by name.
+          place: makes the arrays of a unit's slabs from its tensors.
+        """
+        unit = unit_of(self.name)
+        children = {name: child.build(unit_of, place) for name, child in self.children.items()}
+        return ShardedTree(place(unit, self.own), children, unit, self.treedef, self.names)
 
 
-def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:
+def parse(params: Any, units: TreeUnits, stacked: TreeUnits) -> Part:
+    """The root of a pytree with its units below it.
+
+    Raises:
+      ValueError: units that match nothing, or ambiguous paths.
+      TypeError: leaves that are not arrays.
+    """
     root = _parse(params, "", units, stacked, stack=False)
     parts = list(root.walk())
     for rule, what in ((units, "units"), (stacked, "stacked")):
@@ -166,7 +135,7 @@ def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:
     return root
 
 
-def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> _Part:
+def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> Part:
     prefix = name and name + "/"
     found: dict[int, str] = {}
     for path, _ in tree_flatten_with_path(tree)[0] if units is not None else []:
@@ -185,7 +154,7 @@ def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bo
             children[below] = _parse(leaf, below, units, stacked, _matches(stacked, below, leaf))
         else:
             own[below] = leaf
-    return _Part(name, treedef, tuple(names), own, children, stack)
+    return Part(name, treedef, tuple(names), own, children, stack)
 
 
 def _paths(tree: Any) -> list[str]:

@@ -1,8 +1,8 @@
 """`Unit`: a bucket on a mesh. Where its slabs live, how they get there and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -29,6 +29,8 @@ class Unit:
       axes: the mesh axes that split the batch; the slabs are sharded over the last, replicated over the rest.
       shares: how many parts of each slab every device holds, when that is not one each.
       precision: the dtypes of its collectives and of what it computes.
+      reshard: whether gathered weights are dropped after the forward pass.
+      policy: what the backward pass keeps otherwise.
     """
 
     bucket: Bucket
@@ -36,13 +38,15 @@ class Unit:
     axes: tuple[str, ...]
     shares: Shares = None
     precision: MixedPrecision = FULL
+    reshard: bool = True
+    policy: Callable | None = None
 
     def __hash__(self):  # part of jit's cache key: asked for in every step
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision))
+        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision, self.reshard, self.policy))
 
     @property
     def axis(self) -> str:
@@ -82,8 +86,14 @@ class Unit:
         """
         self._check(tensors)
         if any(is_traced(x) for x in tensors.values()):
-            return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
+            slabs = self.packed(tensors)
+            return {slab.name: pin(slabs[slab.name], self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
+
+    def packed(self, tensors: Mapping[str, Any]) -> Arrays:
+        """Under a trace: the slabs' arrays from whole tensors, wherever they may be."""
+        pack = partial(slab_of, num_shards=self.num_shards, shares=self.shares, lead=int(self.stacked))
+        return {slab.name: pack(slab, tensors) for slab in self.bucket.slabs}
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
         outer, wrong = () if self.bucket.stack is None else (self.bucket.stack,), []
@@ -96,9 +106,6 @@ class Unit:
                     wrong.append(f"  {tensor.name}: shape {shape}, planned {(*outer, *tensor.shape)}")
         if wrong:
             raise ValueError("these tensors are not those of the layout:\n" + "\n".join(wrong))
-
-    def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
-        return slab_of(slab, tensors, self.num_shards, self.shares, lead=int(self.stacked))
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         lead, copies = int(self.stacked), self.bucket.num_copies

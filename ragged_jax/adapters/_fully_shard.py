@@ -1,0 +1,89 @@
+"""`fully_shard`, for both kinds of Flax module."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import linen, nnx
+from jax.sharding import Mesh
+
+from ..fsdp import PrecisionRule
+from ..layout import BlockRule, Layout
+from ..planner import Plan
+from ._linen import shard_linen
+from ._match import ModuleUnits
+from ._nnx import shard_nnx
+
+
+def fully_shard(
+    model: Any,
+    mesh: Mesh,
+    *,
+    axis: str | tuple[str, ...],
+    units: ModuleUnits = None,
+    block: BlockRule | None = None,
+    stacked: ModuleUnits = None,
+    wrt: type[nnx.Variable] = nnx.Param,
+    plan: Plan | Layout | None = None,
+    reshard_after_forward: bool = True,
+    policy: Callable | None = None,
+    precision: PrecisionRule = None,
+) -> Any:
+    """Spreads a Flax model's parameters over a mesh axis.
+
+    An NNX module is sharded in place. A Linen module has no parameters yet: what comes back is the same module
+    whose `init` makes them as shards, `{"params": ShardedTree, ...}`. Pass the sharded params to functions given to
+    `value_and_grad` or `apply`, which call `model.apply({"params": params}, ...)` as usual.
+
+    Args:
+      model: the module. Its other variables (statistics, random state) are replicated.
+      mesh: the devices, with `Auto` or `Explicit` axes.
+      axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
+      units: which submodules gather their parameters when they are called and drop them afterwards: a class, a
+        pattern of their path (`"blocks/*"`), several of these, or a predicate on path and module. What is left is
+        gathered at the start of the step.
+      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules. By default what
+        the plan says, or else single elements.
+      stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`. For Linen this is found
+        out, and need not be said.
+      wrt: for NNX, the type of the variables to shard. For Linen it is the collection `params`.
+      plan: a plan or layout to follow instead of making one.
+      reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
+        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
+        gathered weights and what cheap arithmetic makes again.
+      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+
+    Returns:
+      The model. Parameters that have a slab of their own keep name and shape; the others lie in shared slabs.
+      `full_params` gives all of them back.
+
+    Raises:
+      ValueError: an unknown axis, units that match nothing, or a plan for another model. For Linen the last two
+        are found by `init`.
+      TypeError: parameters that are not numeric arrays, or not a Flax module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+      >>> model = fully_shard(linen.Dense(3), mesh, axis="fsdp")
+      >>> params = model.init(jax.random.key(0), jnp.ones((1, 5)))["params"]
+      >>> type(params).__name__, "kernel" in params
+      ('ShardedTree', True)
+    """
+    options: dict[str, Any] = {
+        "axis": axis,
+        "units": units,
+        "block": block,
+        "stacked": stacked,
+        "plan": plan,
+        "reshard_after_forward": reshard_after_forward,
+        "policy": policy,
+        "precision": precision,
+    }
+    if isinstance(model, linen.Module):
+        if wrt is not nnx.Param:
+            raise TypeError(f"wrt={wrt!r} chooses NNX variables; of a Linen module the collection `params` is sharded")
+        return shard_linen(model, mesh, **options)
+    if isinstance(model, nnx.Module):
+        return shard_nnx(model, mesh, wrt=wrt, **options)
+    raise TypeError(f"fully_shard takes a Flax module, got {type(model).__name__}; see `shard_tree` for pytrees")
