@@ -96,5 +96,7 @@ def test_the_public_surface():
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
             "precision",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": [
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "reshard_after_forward", "policy", "precision",
+        ],
     }  # fmt: skip

@@ -82,7 +82,7 @@ def fully_shard(
     }
     if isinstance(model, linen.Module):
         if wrt is not nnx.Param:
-            raise TypeError(f"wrt={wrt!r} chooses NNX variables; of a Linen module the collection `params` is sharded")
+            raise TypeError(f"wrt={wrt!r} is for NNX; of a Linen module the collection `params` is sharded")
         return shard_linen(model, mesh, **options)
     if isinstance(model, nnx.Module):
         return shard_nnx(model, mesh, wrt=wrt, **options)

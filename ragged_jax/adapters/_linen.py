@@ -17,7 +17,6 @@ from ..fsdp import (
     groups_of,
     make_layout,
     model_specs,
-    parse,
     precision_for,
 )
 from ..fsdp import _check as check

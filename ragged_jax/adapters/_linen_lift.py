@@ -14,7 +14,6 @@ from flax import linen as nn
 from ..fsdp import ShardedTree, around_calls, drop_unsharded, unshard
 from ..fsdp import _check as check
 
-
 _RUN = "_run_unsharded"  # the name of the function that is lifted
 
 

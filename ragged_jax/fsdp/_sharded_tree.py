@@ -95,9 +95,9 @@ class ShardedTree:
         names = [name for name in self._names if key is None or self._below(key, name)]
         listing = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return (
-            f"these tensors are sharded, in unit {self.unit.bucket.name or '(root)'!r}: {listing}. They are whole inside "
-            "a function given to `value_and_grad` or `apply`; those of a unit where it is used: in the methods of its "
-            "Flax module, or in a function wrapped by `rj.unsharded`. `rj.full_params(tree)` gives all of them"
+            f"these tensors are sharded, in unit {self.unit.bucket.name or '(root)'!r}: {listing}. They are whole "
+            "inside a function given to `value_and_grad` or `apply`; those of a unit where it is used: in methods of "
+            "its Flax module, or in a function wrapped by `rj.unsharded`. `rj.full_params(tree)` gives all of them"
         )
 
     def __repr__(self):

@@ -15,7 +15,6 @@ from ._argument import Argument
 from ._joined import Joined, paths, replicated, vary
 from ._unit import pin
 
-
 # What adapters need to be in force while a user's function runs.
 around_calls: list[Callable[[], AbstractContextManager]] = []
 

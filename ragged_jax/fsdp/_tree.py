@@ -1,11 +1,10 @@
 """Plain pytrees of arrays, sharded."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
@@ -106,7 +105,9 @@ class Part:
         )
         return Group(self.name, tuple(specs), length)
 
-    def build(self, unit_of: Callable[[str], Unit], place: Callable[[Unit, Arrays], Arrays] = Unit.shard) -> ShardedTree:
+    def build(
+        self, unit_of: Callable[[str], Unit], place: Callable[[Unit, Arrays], Arrays] = Unit.shard
+    ) -> ShardedTree:
         """The sharded tree of these tensors.
 
         Args:
