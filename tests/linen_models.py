@@ -1,4 +1,4 @@
-"""The awkward small language model in Flax Linen: layers in a list or scanned, tied, with scalars and empty leaves."""
+"""The awkward small language model in Flax Linen: layers in a list or scanned, tied, scalars and empty leaves."""
 
 from typing import Any
 

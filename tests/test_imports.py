@@ -97,6 +97,7 @@ def test_the_public_surface():
             "precision",
         ],
         "shard_tree": [
-            "params", "mesh", "axis", "block", "units", "stacked", "plan", "reshard_after_forward", "policy", "precision",
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "reshard_after_forward", "policy",
+            "precision",
         ],
     }  # fmt: skip
