@@ -99,7 +99,7 @@ def test_init_never_makes_a_whole_tensor(axis_type):
     with jax.set_mesh(mesh):
         compiled = jax.jit(model.init).lower(KEY, jax.ShapeDtypeStruct((1, 2048), jnp.float32)).compile()
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2048 * 1024 * 4 / 2
+    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2048 * 1024 * 4  # of one whole kernel
 
 
 class Statistics(nn.Module):
@@ -142,6 +142,7 @@ def test_statistics_and_dropout(axis_name):
     stats = rj.replicated(variables["batch_stats"])
     (_, (out, left)), _ = step(variables["params"], stats, np.concatenate([x[:4], x[:4]]), KEY)
     assert jax.tree.structure(left) == jax.tree.structure(variables["batch_stats"])
+    out = np.asarray(out)
     assert ((out[:4] == 0) != (out[4:] == 0)).any()  # the same rows, other masks
     (_, (_, left)), _ = step(variables["params"], stats, x, KEY)
     h = nn.Dense(6).apply({"params": rj.full_params(variables["params"])["Statistics_0"]["Dense_0"]}, x)

@@ -135,7 +135,7 @@ def create(
 
 
 def _zeros(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    return jnp.zeros(x.shape, check.canonical_dtype(x)) if isinstance(x, jax.ShapeDtypeStruct) else x
 
 
 @groups_of.register
