@@ -1,4 +1,4 @@
-"""The contracts over kinds of model, dtypes, meshes and numbers of devices: a covering array, not the full product."""
+"""The contracts over kinds of model, dtypes, meshes, numbers of devices: a covering array, not the full product."""
 
 from dataclasses import dataclass, field
 from functools import cache
