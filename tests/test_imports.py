@@ -119,7 +119,7 @@ def test_the_public_surface():
             "precision", "label", "specs", "check_processes",
         ],
         "shard_tree": [
-            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
-            "check_processes",
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "reshard_after_forward",
+            "policy", "label", "specs", "check_processes",
         ],
     }  # fmt: skip

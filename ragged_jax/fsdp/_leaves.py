@@ -8,7 +8,7 @@ import jax
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..layout import Slab
-from ._tree import ShardedTree
+from ._sharded_tree import ShardedTree
 from ._unit import Unit
 
 
