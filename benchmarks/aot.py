@@ -32,6 +32,7 @@ from baselines import AXIS, largest_divisible_dim
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from untile import NEEDS
 
 import ragged_jax as rj
 from ragged_jax.preflight import hlo_report, overlap_report
@@ -86,12 +87,10 @@ def mesh_of(target: str, num_devices: int, axis_type: AxisType) -> Mesh:
                 platform="cuda", topology_name="h100", topology=shape, target_config=H100.read_text()
             )
         else:
-            found = topologies.get_topology_desc(
-                platform="tpu", topology_name=f"{target}:{TPU[target][num_devices]}"
-            )
+            found = topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{TPU[target][num_devices]}")
     except Exception as error:
-        needs = "'ragged-jax[aot-gpu]'" if target == "h100" else "'ragged-jax[aot-tpu]'"
-        raise SystemExit(f"{target} needs its compiler: pip install {needs} ({error})") from None
+        package, remedy = NEEDS["cuda" if target == "h100" else "tpu"]
+        raise SystemExit(f"{target} needs its compiler, {package}: {remedy} ({error})") from None
     return Mesh(np.array(found.devices), (AXIS,), axis_types=(axis_type,))
 
 
@@ -202,7 +201,13 @@ def measure(target: str, num_devices: int, name: str, variant: str, dump: Path |
     )
 
 
-KINDS = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR", "collective-permute": "CP", "all-to-all": "A2A"}
+KINDS = {
+    "all-gather": "AG",
+    "reduce-scatter": "RS",
+    "all-reduce": "AR",
+    "collective-permute": "CP",
+    "all-to-all": "A2A",
+}
 
 
 def table(rows: list[Row]) -> str:
@@ -210,7 +215,13 @@ def table(rows: list[Row]) -> str:
     heads += ("all moved MiB", "collectives: static / run", "exposed in loops (MiB)", "compile s", "estimate ms")
     lines = []
     for target in dict.fromkeys(row.target for row in rows):
-        lines += ["", f"## {target}", "", f"| {' | '.join(heads)} |", "|---|--:|---|" + "--:|" * 5 + "---|" + "--:|" * 3]
+        lines += [
+            "",
+            f"## {target}",
+            "",
+            f"| {' | '.join(heads)} |",
+            "|---|--:|---|" + "--:|" * 5 + "---|" + "--:|" * 3,
+        ]
         lines += [_line(row) for row in rows if row.target == target]
     return "\n".join(lines)
 
@@ -235,9 +246,13 @@ def write(out: Path, new: Row) -> None:
         known = {row.key: row for d in (json.loads(text)["rows"] if text else []) if (row := Row(**d))}
         known[new.key] = new
         order = [*MODELS]
-        rows = sorted(known.values(), key=lambda r: (r.target, order.index(r.model), r.devices, VARIANTS.index(r.variant)))
+        rows = sorted(
+            known.values(), key=lambda r: (r.target, order.index(r.model), r.devices, VARIANTS.index(r.variant))
+        )
         packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt")
-        versions = {p: importlib.metadata.version(p) for p in packages if list(importlib.metadata.distributions(name=p))}
+        versions = {
+            p: importlib.metadata.version(p) for p in packages if list(importlib.metadata.distributions(name=p))
+        }
         file.truncate(0)
         json.dump({"versions": versions, "rows": [asdict(row) for row in rows]}, file, indent=1)
         said = ", ".join(map(" ".join, versions.items()))

@@ -81,7 +81,11 @@ def abstract_params(c: Config) -> Tree:
 
     embedding = make(3 * c.patch**2, c.width) if c.patch else make(c.vocab, c.width)
     layers = layer(c.layers) if c.scan else [layer() for _ in range(c.layers)]
-    return {"embed": {"table": embedding}, "layers": layers, "head": {"norm": make(c.width), "out": make(c.width, c.vocab)}}
+    return {
+        "embed": {"table": embedding},
+        "layers": layers,
+        "head": {"norm": make(c.width), "out": make(c.width, c.vocab)},
+    }
 
 
 def batch_of(c: Config, num_devices: int) -> tuple[tuple[tuple[int, ...], str], tuple[tuple[int, ...], str]]:
@@ -125,7 +129,9 @@ def mixture(c: Config, w: Tree, x: jax.Array) -> jax.Array:
     return jnp.einsum("btes,ebsd->btd", back, jnp.einsum("ebsf,efd->ebsd", y, w["down"]))
 
 
-def loss(c: Config, params: Tree, inputs: jax.Array, targets: jax.Array, *, unit: Callable, layer: Callable, pin: Callable):
+def loss(
+    c: Config, params: Tree, inputs: jax.Array, targets: jax.Array, *, unit: Callable, layer: Callable, pin: Callable
+):
     """Mean cross-entropy.
 
     Args:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _move, _Module, _own, _parse, trip_count
+from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _Module, _move, _own, _parse, trip_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -258,12 +258,9 @@ def _op_name(instruction: _Instruction) -> str:
 
 def _unit(op_name: str) -> str:
     """The buckets in whose scope an operation was made. The last part of a scope's path is the operation."""
-    names = []
+    names: dict[str, None] = {}  # in order, once: a reduction is made in the scope of the gather it belongs to
     for path, closed in _SCOPE.findall(op_name):
-        path = path.split("/jit(")[0]
-        name = path if closed and "/jit(" not in path else path.rpartition("/")[0] or path
-        names.append(name.rstrip("/"))
-    innermost = {}  # a reduction is made in the scope of the gather it belongs to
-    for name in names:
-        innermost[name] = None
-    return ",".join(name for name in innermost if name)
+        name, _, last = path.partition("/jit(")[0].rstrip(":/").rpartition("/")
+        whole = not name or (closed and "/jit(" not in path and last not in ("all_gather", "reduce_scatter"))
+        names[f"{name}/{last}" if whole and name else name or last] = None
+    return ",".join(names)
