@@ -354,7 +354,7 @@ def test_untiling_costs_what_the_compilers_make_of_it(profile, tile, copies):
 
 @pytest.mark.parametrize(("block", "storage"), [(tile(8, 128), "tiled"), (tile(32, 32), "row_major")])
 def test_on_tpu_native_tiles_are_stored_tile_by_tile_and_narrow_ones_only_against_more_padding(block, storage):
-    """63 rows of 32 tiles over 32 shards: by rows 1.6 % of padding and one copy, tile by tile none, or three copies."""
+    """63 rows of 32 tiles over 32 shards: by rows 1.6 % of padding and one copy, by tiles none, or three copies."""
     height, width = block.size
     group = Group("", (TensorSpec("w", (63 * height, 32 * width), "bfloat16", block),))
     made = plan([group], 32, profile="v5p", storage="auto")

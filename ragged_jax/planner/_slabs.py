@@ -134,7 +134,7 @@ class Pool:
 
     @cached_property
     def _moved(self) -> tuple[int, int, int]:
-        """Elements that are sliced out, those of tensors whose rows are not the slab's, and those written to un-tile."""
+        """Elements that are sliced out, of tensors with other rows than the slab's, and written to un-tile."""
         copied = relaid = untiled = 0
         for m in self.members:
             if m.tiled:

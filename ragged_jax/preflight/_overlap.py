@@ -29,8 +29,8 @@ class ScheduledCollective:
 
     Attributes:
       kind: an HLO opcode, such as `all-gather`.
-      unit: the bucket it belongs to, by the names of `ragged_jax`'s scopes; empty for others, comma-separated when the
-        compiler combined several.
+      unit: the bucket it belongs to, by the names of `ragged_jax`'s scopes; empty for others, several with
+        commas where the compiler combined them.
       computation: the part of the program it is in.
       in_loop: whether that is the body of a loop.
       backward: whether it is part of the backward pass.
