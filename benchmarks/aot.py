@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # a compiler without its machine asks nobody for metadata
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the lock is for chips, and here are none
 
 import aot_models as models
 import jax
@@ -257,7 +258,8 @@ def write(out: Path, new: Row) -> None:
         json.dump({"versions": versions, "rows": [asdict(row) for row in rows]}, file, indent=1)
         said = ", ".join(map(" ".join, versions.items()))
         how = "`python benchmarks/aot.py --out benchmarks/results/aot` (rows of several runs are kept together)"
-        doc = f"# One training step, compiled ahead of time\n\n{how}\n\n{said}\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"
+        said += "\n\n" + __doc__.split("\n", 2)[2].strip()
+        doc = f"# One training step, compiled ahead of time\n\n{how}\n\n{said}\n"
         out.with_suffix(".md").write_text(f"{doc}{table(rows)}\n")
 
 
