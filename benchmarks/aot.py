@@ -2,7 +2,7 @@
 
 The step is AdamW on float32 masters, computed in bfloat16, one sequence a device (eight images for the ViT); each
 layer keeps its input and nothing else for the backward pass, in every variant. `options` are `rj.compiler_options`,
-given to both. Nothing is ever allocated: parameters are shapes.
+given to both. With `head kept` the output matrix stays gathered between forward and backward. Nothing is ever allocated: parameters are shapes.
 
     python benchmarks/aot.py --out benchmarks/results/aot
 """
@@ -49,7 +49,7 @@ MODELS = {c.name: c for c in (models.LLAMA, models.GPT_OSS, models.VIT, models.O
     "llama-8b, 4 unrolled": replace(models.LLAMA, layers=4, scan=False),
     "small": Config("small", 4, 256, 1024, 2001, 4, 2, 64, seq=256),
 }
-VARIANTS = ("named_sharding", "ragged", "named_sharding + options", "ragged + options")
+VARIANTS = ("named_sharding", "ragged", "named_sharding + options", "ragged + options", "ragged, head kept + options")
 PRECISION = rj.MixedPrecision("bfloat16", reduce_dtype="bfloat16")
 NOTHING = jax.checkpoint_policies.nothing_saveable
 
@@ -102,15 +102,19 @@ def pinned(state: Any, params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=known.get(x.shape, rest)), state)
 
 
-def ragged(c: Config, target: str, num_devices: int) -> tuple[Any, Callable, Mesh]:
+def ragged(c: Config, target: str, num_devices: int, keep_head: bool = False) -> tuple[Any, Callable, Mesh]:
     mesh = mesh_of(target, num_devices, AxisType.Explicit)
     how = {"units": ("embed", "layers" if c.scan else "layers/*", "head"), "stacked": "layers" if c.scan else None}
     plan = rj.plan(abstract_params(c), num_devices, profile=target, **how)
     params = rj.shard_tree(abstract_params(c), mesh, axis=AXIS, plan=plan, precision=PRECISION, **how)
     layer = partial(rj.unsharded, policy=NOTHING)
 
+    def unit(f):
+        """Of the last unit the gathered copy is needed again at once: it may be kept for backward."""
+        return (lambda w, x: f(rj.unshard(w), x)) if keep_head and f.__name__ == "head" else rj.unsharded(f)
+
     def loss(params, x, y):
-        return models.loss(c, params, x, y, unit=rj.unsharded, layer=layer, pin=lambda x: x)
+        return models.loss(c, params, x, y, unit=unit, layer=layer, pin=lambda x: x)
 
     return params, rj.value_and_grad(loss), mesh
 
@@ -139,7 +143,7 @@ def named_sharding(c: Config, target: str, num_devices: int) -> tuple[Any, Calla
 
 
 def lower(c: Config, variant: str, target: str, num_devices: int) -> Any:
-    make = ragged if variant.startswith("ragged") else named_sharding
+    make = partial(ragged, keep_head="head kept" in variant) if variant.startswith("ragged") else named_sharding
     params, value_and_grad, mesh = make(c, target, num_devices)
     optimizer = optax.adamw(3e-4)
 
