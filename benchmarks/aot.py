@@ -2,7 +2,8 @@
 
 The step is AdamW on float32 masters, computed in bfloat16, one sequence a device (eight images for the ViT); each
 layer keeps its input and nothing else for the backward pass, in every variant. `options` are `rj.compiler_options`,
-given to both. With `head kept` the output matrix stays gathered between forward and backward. Nothing is ever allocated: parameters are shapes.
+given to both. With `head kept` the output matrix stays gathered between forward
+and backward. Nothing is ever allocated: parameters are shapes.
 
     python benchmarks/aot.py --out benchmarks/results/aot
 """
