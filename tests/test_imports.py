@@ -46,6 +46,13 @@ def test_the_probe_can_fail(module):
     assert "brought in" in result.stderr
 
 
+@pytest.mark.parametrize(("imports", "passes"), [("torch_bridge", True), ("torch_bridge, jax", False)])
+def test_jax_stays_out_of_the_torch_bridge(imports, passes):
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    result = probe(f"import {imports}; [sys.modules.pop(m, None) for m in list(sys.modules) if m == 'torch']")
+    assert (result.returncode == 0) == passes, result.stderr
+
+
 @pytest.mark.parametrize(("imports", "passes"), [("ragged_jax.fsdp, ragged_jax.adapters", True), ("torch", False)])
 def test_torch_stays_out(tmp_path, imports, passes):
     """With a torch there to be imported, whether or not the real one is installed."""
@@ -66,36 +73,93 @@ def test_the_public_surface():
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
     assert names == [
         "Block",
+        "DynamicLossScale",
         "Layout",
         "LayoutError",
         "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
+        "all_finite",
         "apply",
+        "check_same_on_all_processes",
+        "combine",
         "compiler_options",
+        "describe",
         "elements",
+        "find_nonfinite",
         "full_params",
         "fully_shard",
+        "get",
         "get_layout",
+        "labelled",
+        "norms",
+        "offload",
+        "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "rows",
         "shard_like",
         "shard_tree",
         "tile",
+        "to_memory",
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
         "whole",
     ]
+    assert names == sorted(
+        [
+            "Block",
+            "DynamicLossScale",
+            "Layout",
+            "LayoutError",
+            "MixedPrecision",
+            "PackedTensor",
+            "RaggedShard",
+            "ShardedTree",
+            "all_finite",
+            "apply",
+            "combine",
+            "check_same_on_all_processes",
+            "describe",
+            "elements",
+            "find_nonfinite",
+            "full_params",
+            "fully_shard",
+            "get",
+            "get_layout",
+            "labelled",
+            "partition",
+            "norms",
+            "offload",
+            "plan",
+            "quantisation_error",
+            "replicated",
+            "rows",
+            "shard_like",
+            "shard_tree",
+            "tile",
+            "to_memory",
+            "unshard",
+            "unsharded",
+            "value_and_grad",
+            "varying",
+            "whole",
+        ]
+    )
     parameters = {
         name: list(inspect.signature(getattr(rj, name)).parameters) for name in ("fully_shard", "shard_tree")
     }
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision",
+            "precision", "label", "specs", "check_processes",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": [
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
+            "check_processes",
+        ],
     }  # fmt: skip

@@ -15,7 +15,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ..fsdp import Unit, resharding, unshard_unit
+from ..fsdp import SlabOf, Unit, resharding, slabs_in, unshard_unit
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
@@ -86,7 +86,7 @@ class ModuleUnit:
 
     def _metadata(self, slab: Slab) -> dict[str, Any]:
         """Of a slab's variable. Flax gives an optimizer's state the same, which is how it is born sharded."""
-        return {"out_sharding": self.unit.spec(slab), "mesh": self.unit.mesh, _INFO: True}
+        return {"out_sharding": self.unit.spec(slab), "mesh": self.unit.mesh, _INFO: SlabOf(self.unit, slab.name)}
 
     def put_slabs(self, module: nnx.Module, slabs: dict[str, jax.Array]) -> None:
         """Gives a unit other arrays of the same layout, in place."""
@@ -159,7 +159,7 @@ def _marker(variable: nnx.Variable, tensor: Any, slab: Slab) -> PackedTensor:
         None,
         tensor=tensor.name,
         slab=slab.name,
-        shape=tensor.shape,
+        shape=tensor.full_shape,
         dtype=tensor.dtype,
         variable_type=type(variable),
         original=_Metadata(original),
@@ -170,6 +170,22 @@ def spec_of(variable: Any) -> PartitionSpec:
     """How a variable of a sharded model is laid out over the manual axes: as a slab, or whole."""
     metadata = variable.get_metadata() if isinstance(variable, nnx.Variable) else {}
     return metadata["out_sharding"] if metadata.get(_INFO) else PartitionSpec()
+
+
+def slab_of_variable(variable: nnx.Variable) -> SlabOf | None:
+    """Which slab a variable is, or None for an ordinary one."""
+    return variable.get_metadata().get(_INFO)
+
+
+def stand_in(marker: PackedTensor, of: SlabOf) -> nnx.Variable:
+    """A variable such as the packed tensor was, without a value, for filters to look at."""
+    return marker.variable_type(None, **{_INFO: of})
+
+
+@slabs_in.register
+def _(variable: nnx.Variable) -> nnx.Variable:
+    of = slab_of_variable(variable)
+    return jax.tree.map(lambda x: of or x, variable)
 
 
 def info_of(module: Any) -> ModuleUnit | None:
