@@ -110,46 +110,6 @@ def test_the_public_surface():
         "varying",
         "whole",
     ]
-    assert names == sorted(
-        [
-            "Block",
-            "DynamicLossScale",
-            "Layout",
-            "LayoutError",
-            "MixedPrecision",
-            "PackedTensor",
-            "RaggedShard",
-            "ShardedTree",
-            "all_finite",
-            "apply",
-            "combine",
-            "check_same_on_all_processes",
-            "describe",
-            "elements",
-            "find_nonfinite",
-            "full_params",
-            "fully_shard",
-            "get",
-            "get_layout",
-            "labelled",
-            "partition",
-            "norms",
-            "offload",
-            "plan",
-            "quantisation_error",
-            "replicated",
-            "rows",
-            "shard_like",
-            "shard_tree",
-            "tile",
-            "to_memory",
-            "unshard",
-            "unsharded",
-            "value_and_grad",
-            "varying",
-            "whole",
-        ]
-    )
     parameters = {
         name: list(inspect.signature(getattr(rj, name)).parameters) for name in ("fully_shard", "shard_tree")
     }
