@@ -20,7 +20,7 @@ from ._maps import MapName, code_map
 from ._quantise import product
 
 MIN_NUMEL = 4096
-CHUNK = 2**16
+CHUNK = 2**17
 
 
 class Moment8bit(NamedTuple):
@@ -275,9 +275,10 @@ def scale_by_adam8bit(
     Args:
       b1, b2: decay rates of the moments.
       eps: added to the denominator.
-      block: which elements share a scale; one block (`rj.elements(256)`, `rj.tile(32, 32)`, `rj.rows(1)`), or a mapping
-        from patterns of paths to blocks, where None keeps a tensor's moments in float32 and what matches nothing has
-        `rj.elements(256)`. No device boundary may cut a block.
+      block: which elements share a scale; one block (`rj.elements(256)`, `rj.tile(32, 32)`, `rj.rows(1)`), or a
+        mapping from patterns of paths to blocks, where None keeps a tensor's moments in float32 and what matches
+        nothing has `rj.elements(256)`. No device boundary may cut a block. With rows and tiles, tensors of one dim
+        keep their moments in float32.
       map: what the 256 codes stand for: dynamic, linear or fp8.
       min_numel: tensors with fewer elements keep their moments in float32.
       clamp_second_moment: never rounds a second moment to zero unless its whole block is. Without it the update of

@@ -11,7 +11,7 @@ from ._maps import MapName, code_map
 F32 = np.float32
 TINY = F32(2.0**-126)  # the smallest normal number; hardware flushes what is smaller
 SMALLEST_SCALE = F32(2.0**-100)  # a block with a smaller absolute maximum is stored as zeros
-LARGEST = F32(2.0**126)  # products saturate here, so that a sum of two is finite
+LARGEST = F32(2.0**125)  # products saturate here, so that a sum of two has a normal reciprocal
 
 
 def block_ids(shape: tuple[int, ...], block: Block) -> np.ndarray:
@@ -58,9 +58,8 @@ def quantise(
     scales = np.zeros(int(ids.max(initial=-1)) + 1, F32)
     np.maximum.at(scales, ids, np.abs(x))
     scales = np.where(scales < SMALLEST_SCALE, F32(0), scales)
-    each = scales[ids]
-    with np.errstate(invalid="ignore"):
-        y = np.where(each > 0, flush(x) / np.where(each > 0, each, F32(1)), F32(0)).astype(F32)
+    inverse = np.where(scales == 0, F32(0), F32(1) / np.where(scales == 0, F32(1), scales))
+    y = flush(x) * inverse[ids]
     codes = np.searchsorted(table.midpoints, y, side="left")
     return np.maximum(codes, at_least).astype(np.uint8), scales
 
