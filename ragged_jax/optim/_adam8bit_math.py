@@ -56,9 +56,9 @@ class Rules:
 class Stored(NamedTuple):
     """A moment of one array: codes in its shape, a scale for each block, float32 for what is not quantised."""
 
-    codes: jax.Array
-    scales: jax.Array
-    exact: jax.Array
+    codes: Any
+    scales: Any
+    exact: Any
 
 
 LANES = 16  # of the widest vector registers
@@ -134,11 +134,17 @@ def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: S
     def one(given, held):
         target, mc, ms, vc, vs = held
         gf, along = blocks((given or held)[0]).astype(jnp.float32), blocks(target)
-        m = decode(blocks(mc), spread(ms), rules.signed)
-        v = decode(blocks(vc), spread(vs), rules.unsigned)
-        m, v = moments(n, gf, m, v)
+
+        def now(g, mc, ms, vc, vs):
+            m = decode(blocks(mc), spread(ms), rules.signed)
+            v = decode(blocks(vc), spread(vs), rules.unsigned)
+            return moments(n, g, m, v)
+
+        m, v = now(gf, mc, ms, vc, vs)
+        # Unchunked, the moments are made twice: in memory they would cost more than to make them.
+        most = (m, v) if rules.chunk else now(*lax.optimization_barrier((gf, mc, ms, vc, vs)))
+        new_ms, new_vs = (scale_of(_largest(x)) for x in most)
         out = finish(n, direction(n, rules, gf, m, v), along)
-        new_ms, new_vs = (scale_of(_largest(x)) for x in (m, v))
         new_mc = encode(m, spread(new_ms), rules.signed)
         new_vc = encode(v, spread(new_vs), rules.unsigned, rules.at_least)
         new = (out, new_mc, new_ms, new_vc, new_vs)

@@ -159,7 +159,7 @@ class Grid:
         """Blocks that each device has room for, a layer."""
         if self.view:
             return self.view[0] * self.view[2]
-        return int(self._table(self.parts, blocks=True)[:, :, 1:].sum(2).max(initial=0)) if self.parts else 0
+        return int(self._table(self.parts, blocks=True)[:, :, 2].sum(1).max(initial=0)) if self.parts else 0
 
     @cached_property
     def num_exact(self) -> int:
