@@ -263,7 +263,7 @@ def scale_by_adam8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None | Literal["auto"] = "auto",
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformation:
     """Adam whose moments are kept in 8 bits, block by block: 2.03 bytes a parameter instead of 8.
 
@@ -332,7 +332,7 @@ def adamw8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None | Literal["auto"] = "auto",
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with moments in 8 bits. See `scale_by_adam8bit` for the options, `optax.adamw` for the rest.
 
@@ -379,7 +379,7 @@ def fused_adamw8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None | Literal["auto"] = "auto",
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> FusedOptimizer:
     """`adamw8bit` in one pass: parameters are updated chunk by chunk, and the update of a whole array exists nowhere.
 
