@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ragged_jax import layout, planner
 from ragged_jax.optim._blocks import Part, grid_of_slab
 from ragged_jax.optim._maps import code_map
-from ragged_jax.optim._quantise import decode, encode
+from ragged_jax.optim._quantise import decode, encode, product
 from ragged_jax.optim._reference import block_ids, quantise
 
 MAPS = [(name, signed) for name in ("dynamic", "linear", "fp8") for signed in (True, False)]
@@ -145,3 +145,12 @@ def test_every_device_knows_its_blocks(tensors, block, num_shards):
         assert got.keys() == want.keys()
         pairs = {(got[i], want[i]) for i in got}
         assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
+
+
+def test_products_are_rounded():
+    """The compiler contracts a plain `a * b + c * d`; `product` keeps it from doing so."""
+    m, g = np.random.default_rng(0).normal(size=(2, 10**6)).astype(np.float32)
+    b, c = np.float32(0.9), np.float32(0.1)
+    want = b * m + c * g
+    assert (np.asarray(jax.jit(lambda m, g: b * m + c * g)(m, g)) != want).any()
+    np.testing.assert_array_equal(jax.jit(lambda m, g: product(b, m) + product(c, g))(m, g), want)
