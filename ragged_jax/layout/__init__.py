@@ -15,6 +15,10 @@ from ._errors import LayoutError as LayoutError
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
+from ._manifest import disagreement as disagreement
+from ._manifest import from_text as from_text
+from ._manifest import manifest as manifest
+from ._manifest import to_text as to_text
 from ._overlap import Buffer as Buffer
 from ._overlap import Move as Move
 from ._overlap import Order as Order
@@ -22,6 +26,7 @@ from ._overlap import Segment as Segment
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments
 from ._ragged_shard import RaggedShard as RaggedShard
+from ._ragged_shard import StridedRaggedShard as StridedRaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement
 from ._slab import Slab as Slab
@@ -31,4 +36,5 @@ from ._storage import can_be_tiled as can_be_tiled
 from ._storage import cuts as cuts
 from ._storage import stored_order as stored_order
 from ._storage import tile_regions as tile_regions
+from ._tensor import Split as Split
 from ._tensor import TensorSpec as TensorSpec

@@ -13,7 +13,7 @@ from ._errors import LayoutError
 T = TypeVar("T")
 
 FORMAT = "ragged-layout"
-VERSION = 1
+VERSION = 2  # 2 added `splits` to tensors; a layout without them is still written as version 1, to the same bytes
 
 
 @cache
@@ -26,7 +26,8 @@ def _adapter(cls: type) -> Any:
 def dump(layout: Any, indent: int | None) -> str:
     """A layout as a document."""
     values = _adapter(type(layout)).dump_python(layout, mode="json")
-    document = {"format": FORMAT, "version": VERSION, **values}
+    version = 2 if _drop_empty_splits(values) else 1
+    document = {"format": FORMAT, "version": version, **values}
     return json.dumps(document, indent=indent, separators=None if indent else (",", ":"))
 
 
@@ -47,13 +48,29 @@ def load(cls: type[T], text: str | bytes) -> T:
     version = document.pop("version", None)
     if type(version) is int and version > VERSION:
         raise LayoutError(f"the layout file has version {version}, this release reads up to {VERSION}: upgrade")
-    if version != VERSION or type(version) is not int:
-        raise LayoutError(f"version: {version!r} is not a known version (this release reads {VERSION})")
+    if type(version) is not int or version < 1:
+        raise LayoutError(f"version: {version!r} is not a known version (this release reads 1 to {VERSION})")
+    if version < 2 and _has(document, "splits"):
+        raise LayoutError(f"version: {version}, but the file has splits, which came with version 2")
     try:
         return _adapter(cls).validate_json(json.dumps(document))
     except ValidationError as error:
         faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
         raise LayoutError("not a valid layout file:\n" + "\n".join(faults)) from None
+
+
+def _drop_empty_splits(node: Any) -> bool:
+    """Takes out, in place, what version 1 did not know and this layout does not use; whether something is left."""
+    if isinstance(node, dict) and node.get("splits") == []:
+        del node["splits"]
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    left = [_drop_empty_splits(child) for child in children]
+    return (isinstance(node, dict) and "splits" in node) or any(left)
+
+
+def _has(node: Any, key: str) -> bool:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (isinstance(node, dict) and key in node) or any(_has(child, key) for child in children)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
