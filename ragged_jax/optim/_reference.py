@@ -95,7 +95,7 @@ class Adam8bit:
     Example:
       >>> adam = Adam8bit()
       >>> update, state = adam.update(np.ones((64, 64), np.float32), adam.init((64, 64)))
-      >>> float(update[0, 0])
+      >>> round(float(update[0, 0]), 3)
       1.0
     """
 
