@@ -207,3 +207,18 @@ def test_the_fused_step_is_the_transform(num_devices):
         np.testing.assert_allclose(x, want[name], rtol=1e-6, atol=1e-7, err_msg=name)
     for x, y in zip(jax.tree.leaves(fused_state), jax.tree.leaves(state[0]), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("chunk", [5_000, None])
+def test_chunks_change_no_bit(chunk):
+    """In a loop with a remainder, in one go, for blocks that are a reshape and for those that are not."""
+    tx = scale_by_adam8bit(block=RULE, chunk=chunk)
+    params = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    tree = rj.shard_tree(params, make_mesh(2), axis="fsdp", block=rj.elements(256))
+    alone, update = tx.init(params), jax.jit(tx.update)
+    state = tx.init(tree)
+    for i, want in enumerate(unsharded(rj.elements(256))[:2]):
+        out, alone = update(gradients(i), alone)
+        assert_bits(out, want)
+        out, state = update(rj.shard_like(gradients(i), tree), state)
+        assert_bits(rj.full_params(out), want)
