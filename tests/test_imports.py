@@ -23,7 +23,10 @@ def probe(imports: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("module", ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner"])
+@pytest.mark.parametrize(
+    "module",
+    ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner", "ragged_jax.optim", "ragged_jax.optim._reference"],
+)
 def test_the_core_imports_no_framework(module):
     result = probe(f"import {module}")
     assert result.returncode == 0, result.stderr
@@ -95,6 +98,7 @@ def test_the_public_surface():
         "labelled",
         "norms",
         "offload",
+        "optim",
         "partition",
         "plan",
         "quantisation_error",
@@ -123,3 +127,17 @@ def test_the_public_surface():
             "policy", "label", "specs", "check_processes",
         ],
     }  # fmt: skip
+
+
+def test_the_optimizers():
+    assert sorted(set(dir(rj.optim)) - {name for name in vars(rj.optim) if name not in rj.optim._WHERE}) == [
+        "CodeMap",
+        "FusedOptimizer",
+        "Moment8bit",
+        "ScaleByAdam8bitState",
+        "adamw8bit",
+        "code_map",
+        "fused_adamw8bit",
+        "scale_by_adam8bit",
+    ]
+    assert all(hasattr(rj.optim, name) for name in rj.optim._WHERE)
