@@ -18,14 +18,20 @@ if TYPE_CHECKING:
     from ._muon import scale_by_muon as scale_by_muon
     from ._muon_reference import muon_reference as muon_reference
     from ._muon_reference import newton_schulz_reference as newton_schulz_reference
+    from ._norms import clip_by_global_norm as clip_by_global_norm
+    from ._norms import global_norm as global_norm
+    from ._norms import tensor_norms as tensor_norms
     from ._routing import Routing as Routing
     from ._routing import routing as routing
+    from ._with_tensors import with_tensors as with_tensors
 
 _WHERE = {
     "MatrixDims": "_forms",
     "MuonState": "_muon",
     "Routing": "_routing",
     "add_decayed_weights": "_masks",
+    "clip_by_global_norm": "_norms",
+    "global_norm": "_norms",
     "labels": "_masks",
     "mask": "_masks",
     "muon": "_muon",
@@ -35,6 +41,8 @@ _WHERE = {
     "routing": "_routing",
     "scale_by_muon": "_muon",
     "scale_by_path": "_masks",
+    "tensor_norms": "_norms",
+    "with_tensors": "_with_tensors",
 }
 
 

@@ -64,7 +64,7 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     if leaf.of is None or len(leaf.of.slab.placements) == 1 or all(v == values[0] for v in values):
         return values[0]
     unit, slab = leaf.of.unit, leaf.of.slab
-    starts, which = _pieces(leaf)
+    starts, which = row_pieces(leaf)
     table = np.array([*values, padding])[which]
     lead, ndim = int(unit.stacked), len(leaf.shape)
     rows = jnp.arange(leaf.shape[lead])
@@ -77,8 +77,8 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     return given
 
 
-def _pieces(leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
-    """Where in the rows of a packed slab's array a tensor starts, or padding does, and its number (-1: padding)."""
+def row_pieces(leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
+    """Where in the rows of a slab's array a tensor starts, or padding does, and its number (-1: padding)."""
     unit, slab = leaf.of.unit, leaf.of.slab  # type: ignore
     shares = unit.shares or (1,) * unit.num_shards
     ends = np.cumsum([0, *shares]) * slab.rows
@@ -151,7 +151,14 @@ class _ByTensor:
     def __call__(self, tree: Any) -> Any:
         leaves = leaves_of(tree)
         key = tuple((leaf.path, leaf.shape) for leaf in leaves)
-        if any(leaf.of for leaf in leaves) or key not in self._seen:
+        if any(leaf.of for leaf in leaves) or not self._seen:
+            self._seen[key] = leaves
+        if key not in self._seen:
+            if any(leaf.of for known in self._seen.values() for leaf in known):
+                raise ValueError(
+                    "this tree does not say what its arrays are, and is not one that was seen before: call the "
+                    "optimizer's init with the model's parameters first, or give them as like="
+                )
             self._seen[key] = leaves
         leaves = self._seen[key]
         return jax.tree.unflatten(jax.tree.structure(tree), agreed(leaves, by_leaf(leaves, self._value)))

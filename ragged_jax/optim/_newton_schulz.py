@@ -32,9 +32,13 @@ class NewtonSchulz:
         fan_in, fan_out = x.shape[-2:]
         x = normalised(x).astype(self.dtype)
         x = x.mT if fan_in > fan_out else x
-        for a, b, c in self.rows:
+
+        def step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            a, b, c = row
             gram = self._dot(x, x.mT)
-            x = a * x + self._dot(b * gram + c * self._dot(gram, gram), x)
+            return a * x + self._dot(b * gram + c * self._dot(gram, gram), x), None
+
+        x, _ = lax.scan(step, x, jnp.array(self.rows, self.dtype))
         x = x.mT if fan_in > fan_out else x
         return x.astype(jnp.float32) * scale_factor(self.scale, fan_in, fan_out)
 
@@ -48,13 +52,17 @@ class NewtonSchulz:
         own = -(-short // num)
         first = lax.axis_index(axis) * own
         x = normalised(x, axis).astype(self.dtype)
-        for a, b, c in self.rows:
+
+        def step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            a, b, c = row
             gram = lax.psum(self._dot(x.mT, x), axis)
             padded = jnp.pad(gram, ((0, 0), (0, own * num - short), (0, 0)))
             mine = lax.dynamic_slice_in_dim(padded, first, own, axis=1)
             mine = b * mine + c * self._dot(mine, gram)
             whole = lax.all_gather(mine, axis, axis=1, tiled=True)[:, :short]
-            x = a * x + self._dot(x, whole)
+            return a * x + self._dot(x, whole), None
+
+        x, _ = lax.scan(step, x, jnp.array(self.rows, self.dtype))
         return x.astype(jnp.float32) * scale_factor(self.scale, *fan)
 
     def _dot(self, x: jax.Array, y: jax.Array) -> jax.Array:
