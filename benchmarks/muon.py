@@ -16,7 +16,6 @@ from pathlib import Path
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
@@ -71,7 +70,8 @@ def matrices(layers: int, d: int, scale: float = 1.0) -> dict:
     rng = np.random.default_rng(0)
     sizes = {"qkv": (d, 3 * d), "out": (d, d), "up": (d, 4 * d), "down": (4 * d, d)}
     return {
-        f"layer{i:02}": {k: scale * rng.normal(size=s).astype(np.float32) for k, s in sizes.items()} for i in range(layers)
+        f"layer{i:02}": {k: scale * rng.normal(size=s).astype(np.float32) for k, s in sizes.items()}
+        for i in range(layers)
     }
 
 
@@ -151,7 +151,18 @@ def _quartiles(x: np.ndarray) -> tuple[float, float, float]:
     return low, middle, high
 
 
-HEADER = ("N", "d", "method", "step ms", "ratio [quartiles]", "collectives", "MiB sent", "temp MiB", "compile s", "max/mean work")
+HEADER = (
+    "N",
+    "d",
+    "method",
+    "step ms",
+    "ratio [quartiles]",
+    "collectives",
+    "MiB sent",
+    "temp MiB",
+    "compile s",
+    "max/mean work",
+)
 
 
 def cells(r: Row) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import optim as optim
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
     from .fsdp import MixedPrecision as MixedPrecision
@@ -55,6 +56,8 @@ _WHERE = {name: package for package, names in _HOME.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return import_module(f"{__name__}.optim")
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _HOME["fsdp"]:

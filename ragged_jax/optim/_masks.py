@@ -49,7 +49,9 @@ def agreed(leaves: Leaves, values: Sequence[Sequence[Any]]) -> list[Any]:
                 groups.setdefault(value, []).append(name)
             torn.append(f"  {leaf.path}: " + "; ".join(f"{v!r} for {', '.join(n)}" for v, n in groups.items()))
     if torn:
-        raise ValueError("these arrays hold tensors that are to be treated differently:\n" + "\n".join(torn) + f"\n{REMEDY}")
+        raise ValueError(
+            "these arrays hold tensors that are to be treated differently:\n" + "\n".join(torn) + f"\n{REMEDY}"
+        )
     return out
 
 
@@ -214,14 +216,19 @@ def partition_by(
         for i, mine in enumerate(found):
             if label not in mine:
                 values[i] = optax.MaskedNode()
-            elif clear is not None and (own := by_element(clear.leaves[i], [m == label for m in mine], False)) is not True:
+            elif (
+                clear is not None
+                and (own := by_element(clear.leaves[i], [m == label for m in mine], False)) is not True
+            ):
                 values[i] = jnp.where(own, values[i], jnp.zeros((), values[i].dtype))
         return jax.tree.unflatten(treedef, values)
 
     def init(params: Any) -> PartitionState:
         leaves = leaves_of(params)
         found = verdicts(leaves)
-        return PartitionState({label: tx.init(part(params, found, label)) for label, tx in transforms.items()}, leaves)
+        return PartitionState(
+            {label: tx.init(part(params, found, label)) for label, tx in transforms.items()}, leaves
+        )
 
     def update(updates: Any, state: PartitionState, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)

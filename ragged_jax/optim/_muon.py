@@ -282,4 +282,3 @@ def muon(
         {"muon": optax.chain(hidden, decay, optax.scale_by_learning_rate(learning_rate)), "adamw": adamw},
         lambda tensor: route_of(tensor, route)[0],
     )
-

@@ -125,4 +125,3 @@ def _local(leaf: Leaf, x: jax.Array) -> jax.Array:
     owner = jnp.asarray(which)[at]
     # Padding may hold anything, so it is dropped and not multiplied by zero.
     return jax.ops.segment_sum(rows, jnp.where(owner < 0, many, owner), many + 1)[:many]
-

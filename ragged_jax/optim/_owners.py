@@ -207,7 +207,10 @@ def _plan(leaves: Leaves, forms: Sequence[tuple[int, Form]], shard: bool, tolera
     plan, owners = _assign(items, layout, shard, tolerance)
     classes, wanted = _classes(items, owners, unit.num_shards)
     held = segments(layout, names={item.tensor for item in items}, order="stored")
-    local = {at: unit.share * layout.bucket(str(at)).num_copies * layout.bucket(str(at)).slabs[0].shard_numel for at in used}
+    local = {
+        at: unit.share * layout.bucket(str(at)).num_copies * layout.bucket(str(at)).slabs[0].shard_numel
+        for at in used
+    }
     granule = _granule(held, wanted, [*local.values(), *(c.form.numel for c in classes), *(c.start for c in classes)])
     profile = hardware(_PROFILES.get(unit.mesh.devices.flat[0].platform, "h100"))
     made = exchange(
@@ -259,7 +262,9 @@ def _assign(items: list[_Item], layout: Layout, shard: bool, tolerance: float) -
     by_matrix = {item.matrix: item for item in items}
     plan = assign_owners(by_matrix, layout.num_shards, layout=layout, tolerance=tolerance)
     owners = list(plan.owners)
-    loads = [sum(m.cost for m, o in zip(plan.matrices, owners, strict=True) if o == k) for k in range(plan.num_shards)]
+    loads = [
+        sum(m.cost for m, o in zip(plan.matrices, owners, strict=True) if o == k) for k in range(plan.num_shards)
+    ]
     todo = [
         (-m.cost, i)
         for i, (m, owner) in enumerate(zip(plan.matrices, owners, strict=True))

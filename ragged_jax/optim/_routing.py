@@ -120,9 +120,7 @@ class Routing:
         return "\n".join(lines)
 
 
-def routing(
-    params: Any, *, route: Rule[Kind] | None = None, dims: Any = None
-) -> Routing:
+def routing(params: Any, *, route: Rule[Kind] | None = None, dims: Any = None) -> Routing:
     """Says which tensors `muon` would take, as which matrices, and which it would leave to AdamW.
 
     Args:
@@ -163,4 +161,3 @@ def _parameters(params: Any) -> Any:
     if nnx is not None and isinstance(params, nnx.Module):
         return nnx.state(params, nnx.Param)
     return params
-

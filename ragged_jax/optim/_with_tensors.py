@@ -100,7 +100,9 @@ def with_tensors(inner: optax.GradientTransformation, tensors: Any = True) -> op
 
     def init(params: Any) -> WithTensorsState:
         leaves, flat = leaves_of(params), jax.tree.leaves(params)
-        owned = tuple(starting(o)(*(flat[i] for i in o.leaves)) for o in owners_of(leaves, forms(leaves), shard=False))
+        owned = tuple(
+            starting(o)(*(flat[i] for i in o.leaves)) for o in owners_of(leaves, forms(leaves), shard=False)
+        )
         return WithTensorsState({leaves.leaves[i].path: tx.init(flat[i]) for i in plain(leaves)}, owned, leaves)
 
     def update(updates: Any, state: WithTensorsState, params: Any = None, **extra: Any) -> Any:

@@ -37,7 +37,7 @@ def main() -> None:
         for nesterov in (True, False):
             found |= {f"float32/{adjust}/{nesterov}/{k}": v for k, v in run(adjust, nesterov).items()}
     # The gradients are the same in every run.
-    found = {k.partition("/grad/")[2] and "grad/" + k.partition("/grad/")[2] or k: v for k, v in found.items()}
+    found = {(k.partition("/grad/")[2] and "grad/" + k.partition("/grad/")[2]) or k: v for k, v in found.items()}
     np.savez_compressed(Path(__file__).with_suffix(".npz"), **found)
     print(torch.__version__, len(found), "arrays", file=sys.stderr)
 
