@@ -1,7 +1,7 @@
 """One Muon update over devices against `optax.contrib.muon` under jit + NamedSharding.
 
-Both get the same gradients of the matrices of a transformer and the same options; their updates are compared. One step
-of each per round, in alternating order, each round a ratio: on a shared machine only the ratios mean something.
+Both get the same gradients of the matrices of a transformer and the same options; their updates are compared. One
+step of each per round, in alternating order, each round a ratio: on a shared machine only the ratios mean something.
 Virtual devices share the cores, so that the time is that of all devices' work together.
 
     python benchmarks/muon.py --devices 4 8 --rounds 9 --out benchmarks/results

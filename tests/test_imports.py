@@ -23,7 +23,9 @@ def probe(imports: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("module", ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner", "ragged_jax.optim._muon_reference"])
+@pytest.mark.parametrize(
+    "module", ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner", "ragged_jax.optim._muon_reference"]
+)
 def test_the_core_imports_no_framework(module):
     result = probe(f"import {module}")
     assert result.returncode == 0, result.stderr

@@ -239,6 +239,10 @@ def test_routes_and_dims():
         routing({"w": jnp.ones((8, 16))}, dims=MatrixDims(0, 0))
 
 
+def _sine(x):
+    return jnp.sin(100 * x)
+
+
 def test_a_flax_module_and_its_wrappers():
     """One compile, the state as sharded as the model, the same numbers as one device; under the usual wrappers."""
     tx = optax.MultiSteps(
@@ -257,7 +261,7 @@ def test_a_flax_module_and_its_wrappers():
             @nnx.jit(donate_argnums=(0, 1))
             def step(model, optimizer, traces=traces):
                 traces.append(1)
-                grads = jax.tree.map(lambda x: jnp.sin(100 * x), nnx.state(model, nnx.Param))
+                grads = jax.tree.map(_sine, nnx.state(model, nnx.Param))
                 optimizer.update(model, grads)
 
             for _ in range(4):

@@ -70,7 +70,7 @@ class Form:
     def cost(self) -> int:
         """Multiply-adds of one Newton-Schulz step."""
         sides = [sorted((self.rows, width)) for width in self.columns]
-        return self.batch * sum(s * s * (2 * l + s) for s, l in sides)
+        return self.batch * sum(short**2 * (2 * long + short) for short, long in sides)
 
     @property
     def stored_matrix(self) -> tuple[int, int, bool] | None:

@@ -65,7 +65,7 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     """
     if leaf.of is None or len(leaf.of.slab.placements) == 1 or all(v == values[0] for v in values):
         return values[0]
-    unit, slab = leaf.of.unit, leaf.of.slab
+    unit = leaf.of.unit
     starts, which = row_pieces(leaf)
     table = np.array([*values, padding])[which]
     lead, ndim = int(unit.stacked), len(leaf.shape)
@@ -223,14 +223,14 @@ def partition_by(
                 values[i] = jnp.where(own, values[i], jnp.zeros((), values[i].dtype))
         return jax.tree.unflatten(treedef, values)
 
-    def init(params: Any) -> PartitionState:
+    def init(params: Any) -> Any:
         leaves = leaves_of(params)
         found = verdicts(leaves)
         return PartitionState(
             {label: tx.init(part(params, found, label)) for label, tx in transforms.items()}, leaves
         )
 
-    def update(updates: Any, state: PartitionState, params: Any = None, **extra: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
         found, inner, out = verdicts(leaves), {}, [[] for _ in flat]
         for label, tx in transforms.items():
@@ -267,6 +267,10 @@ class ByTensorState(NamedTuple):
     leaves: Leaves
 
 
+def remember(params: Any) -> Any:
+    return ByTensorState(leaves_of(params))
+
+
 def add_decayed_weights(weight_decay: Any, mask: Any = True) -> optax.GradientTransformation:
     """`optax.add_decayed_weights` with a mask by tensor, exact also where tensors share a slab.
 
@@ -275,7 +279,7 @@ def add_decayed_weights(weight_decay: Any, mask: Any = True) -> optax.GradientTr
       mask: which tensors to decay, as for `ragged_jax.optim.mask`.
     """
 
-    def update(updates: Any, state: ByTensorState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         if params is None:
             raise ValueError("weight decay needs the parameters: call update(grads, state, params)")
         found = by_leaf(state.leaves, lambda tensor: chosen(mask, tensor))
@@ -285,7 +289,7 @@ def add_decayed_weights(weight_decay: Any, mask: Any = True) -> optax.GradientTr
         ]
         return jax.tree.unflatten(jax.tree.structure(updates), decayed), state
 
-    return optax.GradientTransformation(lambda params: ByTensorState(leaves_of(params)), update)
+    return optax.GradientTransformation(remember, update)
 
 
 def scale_by_path(factors: Rule[float], default: float = 1.0) -> optax.GradientTransformation:
@@ -302,7 +306,7 @@ def scale_by_path(factors: Rule[float], default: float = 1.0) -> optax.GradientT
       1.0
     """
 
-    def update(updates: Any, state: ByTensorState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         found = by_leaf(state.leaves, lambda tensor: float(decide(factors, tensor, default)))
         scaled = [
             u if not own else u * jnp.asarray(by_element(leaf, own, default)).astype(u.dtype)
@@ -310,7 +314,7 @@ def scale_by_path(factors: Rule[float], default: float = 1.0) -> optax.GradientT
         ]
         return jax.tree.unflatten(jax.tree.structure(updates), scaled), state
 
-    return optax.GradientTransformation(lambda params: ByTensorState(leaves_of(params)), update)
+    return optax.GradientTransformation(remember, update)
 
 
 def _where(own: Any, x: jax.Array) -> jax.Array:

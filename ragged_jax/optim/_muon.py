@@ -99,7 +99,7 @@ def scale_by_muon(
             if route_of(tensor, route)[0] == "muon"
         )
 
-    def init(params: Any) -> MuonState:
+    def init(params: Any) -> Any:
         leaves, (flat, treedef) = leaves_of(params), jax.tree.flatten(params)
         mine = {tensors_of(leaves)[at].leaf for at, _ in forms(leaves)}
         mu = [
@@ -108,7 +108,7 @@ def scale_by_muon(
         ]
         return MuonState(jnp.zeros((), jnp.int32), jax.tree.unflatten(treedef, mu), leaves)
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
         wanted = forms(leaves)
         mine = sorted({tensors_of(leaves)[at].leaf for at, _ in wanted})

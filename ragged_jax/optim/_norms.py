@@ -11,7 +11,7 @@ from jax import lax
 
 from ..fsdp import Leaf, Leaves, leaves_of
 from ..fsdp._joined import vary
-from ._masks import ByTensorState, row_pieces
+from ._masks import remember, row_pieces
 from ._tensors import tensors_of
 
 
@@ -54,12 +54,12 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformation:
       max_norm: the largest norm that updates may have.
     """
 
-    def update(updates: Any, state: ByTensorState, params: Any = None) -> Any:
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
         norm = global_norm(updates, state.leaves)
         factor = jnp.where(norm < max_norm, 1.0, max_norm / norm)
         return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
 
-    return optax.GradientTransformation(lambda params: ByTensorState(leaves_of(params)), update)
+    return optax.GradientTransformation(remember, update)
 
 
 def _leaves(tree: Any, like: Any) -> Leaves:

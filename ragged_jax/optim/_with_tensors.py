@@ -23,8 +23,8 @@ class WithTensorsState(NamedTuple):
 
     Attributes:
       plain: by path, the transform's state for each ordinary array.
-      owned: for each mesh and dtype and each form of tensors, the transform's state with a leading dim that counts the
-        tensors of all devices, sharded over them: a tensor's state lives with its owner.
+      owned: for each mesh and dtype and each form of tensors, the transform's state with a leading dim that counts
+        the tensors of all devices, sharded over them: a tensor's state lives with its owner.
       leaves: what the parameters' arrays are.
     """
 
@@ -36,14 +36,14 @@ class WithTensorsState(NamedTuple):
 def with_tensors(inner: optax.GradientTransformation, tensors: Any = True) -> optax.GradientTransformationExtraArgs:
     """Makes a transform that needs whole tensors work on shards, as if it had been written for them.
 
-    Every tensor has an owner. Its gradient (and the tensor itself, when `update` gets the parameters) is sent there, the
-    transform runs there on the whole tensor alone, and the update is sent back; all tensors travel together. The
+    Every tensor has an owner. Its gradient (and the tensor itself, when `update` gets the parameters) is sent there,
+    the transform runs there on the whole tensor alone, and the update is sent back; all tensors travel together. The
     transform's state stays with the owner and is never sent. So Shampoo, SOAP, Adafactor, GaLore, and trust ratios
     need no distributed code.
 
     Args:
-      inner: treats tensors one by one: its `init` and `update` are called with a single array as the tree. A norm over
-        the whole tree is not for it (see `clip_by_global_norm`). Of stacked layers each layer is a tensor, so that
+      inner: treats tensors one by one: its `init` and `update` are called with a single array as the tree. A norm
+        over the whole tree is not for it (see `clip_by_global_norm`). Of stacked layers each layer is a tensor, so that
         results do not depend on stacking.
       tensors: which tensors, as for `ragged_jax.optim.mask`. The updates of others pass through unchanged.
 
@@ -98,14 +98,14 @@ def with_tensors(inner: optax.GradientTransformation, tensors: Any = True) -> op
         held = tensors_of(leaves)
         return [held[at].leaf for at, _ in forms(leaves) if held[at].placement is None]
 
-    def init(params: Any) -> WithTensorsState:
+    def init(params: Any) -> Any:
         leaves, flat = leaves_of(params), jax.tree.leaves(params)
         owned = tuple(
             starting(o)(*(flat[i] for i in o.leaves)) for o in owners_of(leaves, forms(leaves), shard=False)
         )
         return WithTensorsState({leaves.leaves[i].path: tx.init(flat[i]) for i in plain(leaves)}, owned, leaves)
 
-    def update(updates: Any, state: WithTensorsState, params: Any = None, **extra: Any) -> Any:
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
         values, out = None if params is None else jax.tree.leaves(params), list(flat)
         alone, owned = {}, []
