@@ -75,7 +75,7 @@ class Form:
     @property
     def stored_matrix(self) -> tuple[int, int, bool] | None:
         """`(rows, cols, transposed)` if the stored elements are one matrix, row by row; else None."""
-        order = self.item.axis_order or tuple(range(len(self.shape)))
+        order: Shape = self.item.axis_order or tuple(range(len(self.shape)))
         if self.item.storage != "row_major" or self.batch > 1 or len(self.columns) > 1:
             return None
         if order == self.reduction + self.output:

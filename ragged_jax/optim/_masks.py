@@ -73,7 +73,7 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     given = jnp.asarray(table)[jnp.searchsorted(jnp.asarray(starts), rows, side="right", method="compare_all") - 1]
     given = given.reshape((1,) * lead + (-1,) + (1,) * (ndim - lead - 1))
     if is_traced(given):
-        spec = [None] * ndim
+        spec: list[str | None] = [None] * ndim
         spec[lead] = unit.axis
         given = pin(given, jax.sharding.NamedSharding(unit.mesh, jax.sharding.PartitionSpec(*spec)))
     return given

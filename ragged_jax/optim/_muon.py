@@ -30,7 +30,7 @@ class MuonState(NamedTuple):
       leaves: what the parameters' arrays are.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Any
     leaves: Leaves
 
@@ -112,7 +112,7 @@ def scale_by_muon(
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
         wanted = forms(leaves)
         mine = sorted({tensors_of(leaves)[at].leaf for at, _ in wanted})
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         here, ahead = jnp.ones(()), jnp.ones(())
         if bias_correction:
             here, ahead = (1 - jnp.asarray(beta, jnp.float32) ** n for n in (count, count + 1))

@@ -114,8 +114,8 @@ class Routing:
             lines.append(f"slab {slab} is shared by {', '.join(muon)} (muon) and {', '.join(adamw)} (adamw).")
         if self.shared:
             lines.append(
-                f"Each keeps state for all of these slabs: {self.wasted_nbytes:,} bytes that nothing needs. Updates are "
-                "right all the same. To save them, shard with a label for each kind (`label=`)."
+                f"Each keeps state for all of these slabs: {self.wasted_nbytes:,} bytes that nothing needs. Updates "
+                "are right all the same. To save them, shard with a label for each kind (`label=`)."
             )
         return "\n".join(lines)
 

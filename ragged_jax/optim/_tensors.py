@@ -13,7 +13,7 @@ from ..layout import Placement
 T = TypeVar("T")
 Shape = tuple[int, ...]
 Rule = T | Mapping[str, T] | Callable[[str, Shape], T]
-"""One value for all; a mapping from patterns of the path (the first that matches wins); or a function of path, shape."""
+"""One value for all; a mapping from patterns of the path (the first that matches wins); or a function of both."""
 
 
 @dataclass(frozen=True)

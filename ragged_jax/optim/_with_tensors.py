@@ -43,8 +43,8 @@ def with_tensors(inner: optax.GradientTransformation, tensors: Any = True) -> op
 
     Args:
       inner: treats tensors one by one: its `init` and `update` are called with a single array as the tree. A norm
-        over the whole tree is not for it (see `clip_by_global_norm`). Of stacked layers each layer is a tensor, so that
-        results do not depend on stacking.
+        over the whole tree is not for it (see `clip_by_global_norm`). Of stacked layers each layer is a tensor, so
+        that results do not depend on stacking.
       tensors: which tensors, as for `ragged_jax.optim.mask`. The updates of others pass through unchanged.
 
     Returns:
