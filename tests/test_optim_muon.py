@@ -164,13 +164,14 @@ def test_equals_torch(setting, options, rtol):
         )
 
 
-def test_in_bfloat16_as_close_to_torch_as_bfloat16_is_to_float32():
+def test_in_bfloat16_within_five_percent_of_torch():
     grads = {k: TORCH[f"grad/{k}/0"].T for k in ("wide", "tall", "square")}
     tx = scale_by_muon(compute_dtype="bfloat16")
     updates, _ = tx.update(grads, tx.init(grads))
     for k, x in updates.items():
         rounded, exact = (TORCH[f"{dtype}/original/True/update/{k}/0"] for dtype in ("bfloat16", "float32"))
-        assert np.linalg.norm(-np.asarray(x).T - rounded) <= 1.5 * np.linalg.norm(rounded - exact)
+        for other in (rounded, exact):
+            assert np.linalg.norm(-np.asarray(x).T - other) <= 0.05 * np.linalg.norm(exact)
 
 
 @pytest.mark.parametrize("coefficients", ["quintic", "five_rows", "polar_express", (2.0, -1.5, 0.5)])
@@ -283,7 +284,9 @@ def test_abstract_init():
     tx = muon(0.1, **OPTIONS)
     shapes = jax.eval_shape(tx.init, tree)
     state = tx.init(tree)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert jax.tree.structure(shapes) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(shapes), jax.tree.leaves(state), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
 def test_named_sharding_of_ordinary_arrays():

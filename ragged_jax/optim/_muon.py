@@ -235,11 +235,11 @@ def muon(
     mu_dtype: DTypeLike = "float32",
     compute_dtype: DTypeLike = "float32",
     precision: str | None = None,
-    balance: float = 0.05,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, AdamW for embeddings, heads, norms, biases and scalars.
 
-    `routing` says who goes where. The division is by tensor, also where tensors share a slab.
+    `routing` says who goes where. Under `optax.inject_hyperparams` the number of steps is no hyperparameter: pass
+    `static_args=("steps",)`. The division is by tensor, also where tensors share a slab.
 
     Args:
       learning_rate: of Muon, and of AdamW if it has none of its own: a number or a schedule.
@@ -249,7 +249,7 @@ def muon(
       adamw_learning_rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: of AdamW.
       route: overrules the default: a mapping from patterns of the tensor's path to `"muon"` or `"adamw"`, or a
         function of path and shape that says so, or None for what it has no opinion on.
-      coefficients, steps, beta, nesterov, bias_correction, scale, dims, mu_dtype, compute_dtype, precision, balance:
+      coefficients, steps, beta, nesterov, bias_correction, scale, dims, mu_dtype, compute_dtype, precision:
         of `scale_by_muon`.
 
     Example:
@@ -275,7 +275,6 @@ def muon(
         mu_dtype=mu_dtype,
         compute_dtype=compute_dtype,
         precision=precision,
-        balance=balance,
     )
     decay = add_decayed_weights(weight_decay, weight_decay_mask)
     return partition_by(

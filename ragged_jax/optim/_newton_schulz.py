@@ -34,11 +34,11 @@ class NewtonSchulz:
         x = x.mT if fan_in > fan_out else x
 
         def step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-            a, b, c = row
-            gram = self._dot(x, x.mT)
-            return a * x + self._dot(b * gram + c * self._dot(gram, gram), x), None
+            gram = self._dot(x, x.mT).astype(self.dtype)
+            inner = self._plus(row[1], gram, row[2] * self._dot(gram, gram))
+            return self._plus(row[0], x, self._dot(inner, x)), None
 
-        x, _ = lax.scan(step, x, jnp.array(self.rows, self.dtype))
+        x, _ = lax.scan(step, x, jnp.array(self.rows, jnp.float32))
         x = x.mT if fan_in > fan_out else x
         return x.astype(jnp.float32) * scale_factor(self.scale, fan_in, fan_out)
 
@@ -54,19 +54,22 @@ class NewtonSchulz:
         x = normalised(x, axis).astype(self.dtype)
 
         def step(x: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
-            a, b, c = row
-            gram = lax.psum(self._dot(x.mT, x), axis)
+            gram = lax.psum(self._dot(x.mT, x), axis).astype(self.dtype)
             padded = jnp.pad(gram, ((0, 0), (0, own * num - short), (0, 0)))
             mine = lax.dynamic_slice_in_dim(padded, first, own, axis=1)
-            mine = b * mine + c * self._dot(mine, gram)
+            mine = self._plus(row[1], mine, row[2] * self._dot(mine, gram))
             whole = lax.all_gather(mine, axis, axis=1, tiled=True)[:, :short]
-            return a * x + self._dot(x, whole), None
+            return self._plus(row[0], x, self._dot(x, whole)), None
 
-        x, _ = lax.scan(step, x, jnp.array(self.rows, self.dtype))
+        x, _ = lax.scan(step, x, jnp.array(self.rows, jnp.float32))
         return x.astype(jnp.float32) * scale_factor(self.scale, *fan)
 
     def _dot(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.matmul(x, y, precision=self.precision)
+        return jnp.matmul(x, y, precision=self.precision, preferred_element_type=jnp.float32)
+
+    def _plus(self, factor: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+        """`factor * x + y` with one rounding at the end."""
+        return (factor * x.astype(jnp.float32) + y).astype(self.dtype)
 
 
 def normalised(x: jax.Array, axis: str | None = None) -> jax.Array:
@@ -82,6 +85,9 @@ def normalised(x: jax.Array, axis: str | None = None) -> jax.Array:
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
     largest = largest if axis is None else lax.pmax(largest, axis)
+    # The inverse of a very large number is not normal either.
+    shrink = jnp.where(largest > 2.0**64, 2.0**-64, 1.0)
+    x, largest = x * shrink, largest * shrink
     # What is not normal is flushed to zero by some backends, and cannot be divided by.
     is_zero = largest < jnp.finfo(jnp.float32).tiny
     x = jnp.where(is_zero, 0, x / jnp.where(is_zero, 1, largest))
