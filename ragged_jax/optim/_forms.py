@@ -79,8 +79,8 @@ class Form:
         if self.item.storage != "row_major" or self.batch > 1 or len(self.columns) > 1:
             return None
         if order == self.reduction + self.output:
-            return self.rows, self.columns[0], False
-        return (self.columns[0], self.rows, True) if order == self.output + self.reduction else None
+            return self.rows, sum(self.columns), False
+        return (sum(self.columns), self.rows, True) if order == self.output + self.reduction else None
 
     def apply(self, function: Any, stored: jax.Array) -> jax.Array:
         """`function` of every `[batch, rows, cols]`, on stored elements."""
