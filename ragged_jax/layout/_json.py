@@ -1,19 +1,15 @@
-"""Layout files: versioned JSON, read as untrusted input.
+"""Versioned JSON files, read as untrusted input.
 
 pydantic checks types, ranges and unknown fields straight off the dataclasses and reports every fault with its
 path. It is imported when a file is read or written, so that planning does not wait for it.
 """
 
 import json
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
-from ._errors import LayoutError
-
 T = TypeVar("T")
-
-FORMAT = "ragged-layout"
-VERSION = 1
 
 
 @cache
@@ -23,37 +19,55 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(cls)
 
 
-def dump(layout: Any, indent: int | None) -> str:
-    """A layout as a document."""
-    values = _adapter(type(layout)).dump_python(layout, mode="json")
-    document = {"format": FORMAT, "version": VERSION, **values}
-    return json.dumps(document, indent=indent, separators=None if indent else (",", ":"))
+@dataclass(frozen=True)
+class Document:
+    """A kind of JSON file that holds a dataclass.
 
-
-def load(cls: type[T], text: str | bytes) -> T:
-    """A value of type `cls` from a document.
-
-    Raises:
-      LayoutError: the text is no such document, or of a newer version, or breaks the schema; every fault is listed.
+    Attributes:
+      format: its name, as in the file.
+      version: the newest that this release reads.
+      kind: what messages call it.
+      error: what is raised when a file is not one.
     """
-    from pydantic import ValidationError
 
-    try:
-        document: Any = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"not a layout file: {error}") from None
-    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise LayoutError(f'not a layout file: it must be an object with "format": "{FORMAT}"')
-    version = document.pop("version", None)
-    if type(version) is int and version > VERSION:
-        raise LayoutError(f"the layout file has version {version}, this release reads up to {VERSION}: upgrade")
-    if version != VERSION or type(version) is not int:
-        raise LayoutError(f"version: {version!r} is not a known version (this release reads {VERSION})")
-    try:
-        return _adapter(cls).validate_json(json.dumps(document))
-    except ValidationError as error:
-        faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
-        raise LayoutError("not a valid layout file:\n" + "\n".join(faults)) from None
+    format: str
+    version: int
+    kind: str
+    error: type[ValueError]
+
+    def dump(self, value: Any, indent: int | None = None) -> str:
+        """A value as a document."""
+        values = _adapter(type(value)).dump_python(value, mode="json")
+        document = {"format": self.format, "version": self.version, **values}
+        return json.dumps(document, indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
+
+    def load(self, cls: type[T], text: str | bytes) -> T:
+        """A value of type `cls` from a document.
+
+        Raises:
+          ValueError: of this kind's type: the text is no such document, or of a newer version, or breaks the
+            schema; every fault is listed.
+        """
+        from pydantic import ValidationError
+
+        try:
+            document: Any = json.loads(text, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not a {self.kind}: {error}") from None
+        if not isinstance(document, dict) or document.pop("format", None) != self.format:
+            raise self.error(f'not a {self.kind}: it must be an object with "format": "{self.format}"')
+        version = document.pop("version", None)
+        if type(version) is int and version > self.version:
+            raise self.error(
+                f"the {self.kind} has version {version}, this release reads up to {self.version}: upgrade"
+            )
+        if version != self.version or type(version) is not int:
+            raise self.error(f"version: {version!r} is not a known version (this release reads {self.version})")
+        try:
+            return _adapter(cls).validate_json(json.dumps(document))
+        except ValidationError as error:
+            faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
+            raise self.error(f"not a valid {self.kind}:\n" + "\n".join(faults)) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
