@@ -13,6 +13,7 @@ from ..layout import Layout, LayoutError, Placement, TensorSpec, itemsize, row_m
 from ._files import Damage, Files
 from ._manifest import CheckpointError, FileEntry, Manifest, Region, TensorEntry, numel_of
 from ._runs import Run, meet, runs_of
+from ._safetensors import bytes_of
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_NBYTES = 4 << 30
@@ -54,7 +55,8 @@ class Checkpoint:
       >>> from ragged_jax.exchange import CheckpointDirectory, Part, TensorEntry
       >>> folder = CheckpointDirectory(tempfile.mkdtemp())
       >>> entry, part = TensorEntry("float32", (3,)), Part("w", ((0, 3),), np.arange(3, dtype=np.float32))
-      >>> with folder.save(7, {"w": entry}, [part]) as checkpoint:
+      >>> path = folder.save(7, {"w": entry}, [part])
+      >>> with Checkpoint(path) as checkpoint:
       ...     checkpoint.step, checkpoint.read("w")
       (7, array([0., 1., 2.], dtype=float32))
     """
@@ -93,9 +95,7 @@ class Checkpoint:
         layouts = {}
         for prefix, name in self.manifest.layouts.items():
             if (file := files.get(name)) is None:
-                raise CheckpointError(
-                    f"{self.path}: the layout of {prefix!r} should be in {name!r}, which is not there"
-                )
+                raise CheckpointError(f"{self.path}: the layout of {prefix!r} is in {name!r}, which is not there")
             data = bytearray(file.nbytes)
             self._read_file(file, 0, memoryview(data))
             try:
@@ -209,7 +209,7 @@ class Checkpoint:
             first, stop = max(run.first, low), min(run.first + run.numel, high)
             if first < stop:
                 clipped.append(Run(first, run.at + first - run.first, stop - first))
-        data = memoryview(raw.view(np.uint8))
+        data = bytes_of(raw)
         for file, offset, runs in held:
             for at, to, numel in meet(runs, clipped, source.held - source.wanted):
                 target = data[to * size : (to + numel) * size]
@@ -238,7 +238,7 @@ class Checkpoint:
                         continue
                     window = np.empty(len(stored), raw.dtype)
                     place = offset + (run.at + start) * raw.dtype.itemsize
-                    self._read_file(file, place, memoryview(window.view(np.uint8)), source.name)
+                    self._read_file(file, place, bytes_of(window), source.name)
                     chosen = which[inside]
                     raw[at[chosen] + index[inside] - first[chosen]] = window[inside]
 
