@@ -14,6 +14,7 @@ from ._files import Damage, Files
 from ._manifest import CheckpointError, FileEntry, Manifest, Region, TensorEntry, numel_of
 from ._runs import Run, meet, runs_of
 from ._safetensors import bytes_of
+from ._safetensors import bytes_of
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_NBYTES = 4 << 30
@@ -148,13 +149,10 @@ class Checkpoint:
             if (saved := self.tensors[name].shape) != tuple(shape):
                 raise CheckpointError(f"{name}: saved with shape {saved}, wanted with {tuple(shape)}")
             return [Source(name, 0, 0, numel)]
-        return (
-            self._from_layers(name, shape) or self._from_stack(name, shape) or [Source(self._missing(name), 0, 0, 0)]
-        )
-
-    def _missing(self, name: str) -> str:
-        self.entry(name)
-        return name
+        found = self._from_layers(name, shape) or self._from_stack(name, shape)
+        if not found:
+            self.entry(name)  # raises
+        return found
 
     def _from_layers(self, name: str, shape: tuple[int, ...]) -> list[Source]:
         if not shape or not shape[0]:
@@ -219,11 +217,9 @@ class Checkpoint:
         self, source: Source, entry: TensorEntry, held: list, wanted: list[Run], raw: np.ndarray, placement: Placement
     ) -> None:
         """Where the orders differ: the tensor passes by window by window, and what is wanted of it is picked out."""
-        first, at, numel = (
-            (np.array(column, np.int64) for column in zip(*wanted, strict=True)) if wanted else [()] * 3
-        )
-        if not len(first):
+        if not wanted:
             return
+        first, at, numel = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
         there = entry.placement()
         for file, offset, runs in held:
             for run in runs:

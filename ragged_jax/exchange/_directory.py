@@ -1,9 +1,9 @@
 """`CheckpointDirectory`: the checkpoints of a training run, and how a new one comes into being.
 
-A checkpoint is written under a temporary name, brought to the disk, and renamed: it is there whole or not at all. The
-ranks meet in the file system: rank 0 makes the temporary folder, every rank writes its files there and then its part
-of the manifest, and rank 0, when it has all parts, writes the manifest and renames the folder. There is no collective,
-so a thread may do it while the training goes on.
+A checkpoint is written under a temporary name, brought to the disk, and renamed: it is there whole or not at all.
+The ranks meet in the file system: rank 0 makes the temporary folder, every rank writes its files there and then its
+part of the manifest, and rank 0, when it has all parts, writes the manifest and renames the folder. There is no
+collective, so a thread may do it while the training goes on.
 
 A temporary folder belongs to the process that holds the lock in it. One whose lock is free is what a killed process
 left, and the next save removes it.
@@ -21,15 +21,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ..layout import Layout
 from ._checkpoint import MANIFEST, Checkpoint
 from ._manifest import CheckpointError, Manifest, TensorEntry, differences, merge
 from ._safetensors import sync_folder, write_bytes
 from ._write import Part, write_parts
-
-T = TypeVar("T")
 
 _STEP = re.compile(r"step_(\d{8,})")
 _LOCK = "lock"
@@ -101,7 +99,7 @@ class CheckpointDirectory:
         run: str | None = None,
         keep: int | None = None,
         timeout: float = 600.0,
-    ) -> Checkpoint:
+    ) -> Path:
         """Saves a checkpoint. When this returns it is on disk, whole.
 
         Every rank calls this with the same arguments but for `parts` and `rank`. If two jobs save to one directory,
@@ -114,9 +112,12 @@ class CheckpointDirectory:
           layouts: by prefix of tensor names, the layouts that the tensors follow.
           metadata: anything that JSON holds.
           rank, num_ranks: of the writers.
-          run: what tells this save from those of other jobs, the same on all ranks; needed for several.
+          run: what tells this save from every other, the same on all ranks; needed when there are several.
           keep: how many checkpoints to leave; older ones are removed. None: all.
           timeout: seconds to wait for other ranks.
+
+        Returns:
+          The checkpoint's folder.
 
         Raises:
           FileExistsError: there is a checkpoint of this or a later step.
@@ -134,7 +135,7 @@ class CheckpointDirectory:
         saving.run(declared, parts, layouts or {})
         if rank == 0 and keep is not None:
             self._remove(self.steps()[:-keep])
-        return self.open(step)
+        return self.folder(step)
 
     def _remove(self, steps: Iterable[int]) -> None:
         for step in steps:
@@ -172,6 +173,7 @@ class _Saving:
     def final(self) -> Path:
         return self.directory.folder(self.step)
 
+    @property
     def error(self) -> Path:
         """Where rank 0 says why it failed. It outlives the temporary folder."""
         return self.folder.with_suffix(".error")
@@ -263,9 +265,11 @@ class _Saving:
 
     def _wait(self, ready: Callable[[], bool], whom: str | Callable[[], str]) -> None:
         end, pause = time.monotonic() + self.timeout, 0.001
-        while not ready():
+        while True:
             if self.rank:
                 self._raise_if_failed()
+            if ready():
+                return
             if time.monotonic() > end:
                 who = whom if isinstance(whom, str) else whom()
                 raise TimeoutError(f"step {self.step}: rank {self.rank} waited {self.timeout:g} s for {who}")
@@ -274,7 +278,7 @@ class _Saving:
 
     def _raise_if_failed(self) -> None:
         try:
-            kind, message = json.loads(self.error().read_text())
+            kind, message = json.loads(self.error.read_text())
         except (OSError, ValueError):  # there is none, or it is being written
             return
         raise FileExistsError(message) if kind == "FileExistsError" else CheckpointError(message)
@@ -283,14 +287,16 @@ class _Saving:
         with contextlib.suppress(OSError):
             if self.num_ranks > 1:
                 text = str(error) if isinstance(error, CheckpointError | FileExistsError) else f"rank 0: {error!r}"
-                self.error().write_text(json.dumps([type(error).__name__, text]))
+                self.error.write_text(json.dumps([type(error).__name__, text]))
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    with open(path, "wb") as file:
+    unlocked = path.with_suffix(".new")
+    with open(unlocked, "wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(path)  # nobody ever sees it free
         yield
 
 

@@ -243,21 +243,15 @@ def differences(parts: Mapping[int, Manifest]) -> list[str]:
         if part.step != parts[0].step or part.num_ranks != parts[0].num_ranks:
             mine = f"step {parts[0].step} with {parts[0].num_ranks} ranks"
             found.append(f"rank {rank} saves step {part.step} with {part.num_ranks} ranks, rank 0 {mine}")
-        for name in _sorted(first.keys() | part.tensors.keys()):
-            here, there = (
-                None if x is None else replace(x, pieces=()) for x in (first.get(name), part.tensors.get(name))
-            )
-            if here != there:
+        for name in sorted(first.keys() | part.tensors.keys()):
+            here, there = first.get(name), part.tensors.get(name)
+            if (here and replace(here, pieces=())) != (there and replace(there, pieces=())):
                 found.append(f"{name}: rank {rank} has {_brief(there)}, rank 0 {_brief(here)}")
     return found
 
 
 def _brief(tensor: TensorEntry | None) -> str:
     return "nothing" if tensor is None else f"{tensor.dtype}{list(tensor.shape)}"
-
-
-def _sorted(names: Iterable[str]) -> list[str]:
-    return sorted(names)
 
 
 def check_names(names: Iterable[str]) -> None:

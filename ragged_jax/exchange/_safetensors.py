@@ -1,7 +1,7 @@
 """Safetensors files, written with checksums.
 
-The data of every entry starts at a multiple of 64 bytes, so that a mapped file can be used in place. The format allows
-no gaps, so entries of bytes fill them; their names start with `FILLER`.
+The data of every entry starts at a multiple of 64 bytes, so that a mapped file can be used in place. The format
+allows no gaps, so entries of bytes fill them; their names start with `FILLER`.
 """
 
 import json
@@ -79,7 +79,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
 def bytes_of(buffer: Any) -> memoryview:
     """The bytes of an array or another contiguous buffer."""
     if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
-        return memoryview(buffer.reshape(-1).view(np.uint8))
+        return buffer.reshape(-1).view(np.uint8).data
     return memoryview(buffer).cast("B")
 
 

@@ -1,8 +1,8 @@
 """Between the shards of a layout and a checkpoint: the same for JAX, torch and numpy.
 
-A shard of a slab is a flat array, or `[layers, elements]` for a stacked bucket, padding included. Checkpoints name the
-tensors in it, without padding and each layer on its own: layer 3 of `blocks/mlp/kernel` in the stacked bucket `blocks`
-is `blocks/3/mlp/kernel`, which is also what it is called in a list of layers.
+A shard of a slab is a flat array, or `[layers, elements]` for a stacked bucket, padding included. Checkpoints name
+the tensors in it, without padding and each layer on its own: layer 3 of `blocks/mlp/kernel` in the stacked bucket
+`blocks` is `blocks/3/mlp/kernel`, which is also what it is called in a list of layers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -127,7 +127,7 @@ def fill_shard(
     for piece in layout.shard(k):
         if (buffer := buffers.get((piece.bucket, piece.slab))) is None:
             continue
-        bucket, slab, placement = layout.locate(piece.tensor.name)
+        bucket, _, placement = layout.locate(piece.tensor.name)
         layers, numel = buffer.reshape(bucket.num_copies, -1), piece.stop - piece.start
         for layer in range(bucket.num_copies):
             name = join(prefix, layer_name(bucket, piece.tensor.name, layer), suffix)
