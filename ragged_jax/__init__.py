@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
+    from .exchange import Checkpoint as Checkpoint
+    from .exchange import Checkpointer as Checkpointer
+    from .exchange import CheckpointError as CheckpointError
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
     from .fsdp import apply as apply
@@ -35,6 +38,7 @@ __version__ = version("ragged-jax")
 
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard"),
+    "exchange": ("Checkpoint", "CheckpointError", "Checkpointer"),
     "fsdp": (
         "MixedPrecision",
         "ShardedTree",

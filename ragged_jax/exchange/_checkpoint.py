@@ -14,7 +14,6 @@ from ._files import Damage, Files
 from ._manifest import CheckpointError, FileEntry, Manifest, Region, TensorEntry, numel_of
 from ._runs import Run, meet, runs_of
 from ._safetensors import bytes_of
-from ._safetensors import bytes_of
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_NBYTES = 4 << 30

@@ -1,18 +1,20 @@
 """What one rank writes: its files, and the part of the manifest that describes them."""
 
 import re
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..layout import Layout, itemsize
 from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_names, numel_of
 from ._safetensors import Entry, Written, bytes_of, entry_shape, write_bytes, write_safetensors
 
 _THREADS = 4
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,10 @@ def write_parts(
 
     files: list[FileEntry] = []
     pieces: dict[str, list[Piece]] = defaultdict(list)
-    with ThreadPoolExecutor(min(_THREADS, max(1, len(groups)))) as pool:
-        for group, written in zip(groups, pool.map(write, groups), strict=True):
-            for part, offset in zip(planned[group], written.offsets, strict=True):
-                pieces[part.tensor].append(Piece(len(files), offset, part.region))
-            files.append(FileEntry(names[group], written.nbytes, written.crc32))
+    for group, written in in_threads(write, list(groups)).items():
+        for part, offset in zip(planned[group], written.offsets, strict=True):
+            pieces[part.tensor].append(Piece(len(files), offset, part.region))
+        files.append(FileEntry(names[group], written.nbytes, written.crc32))
     tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
     layout_files: dict[str, str] = {}
     for layout in dict.fromkeys(layouts.values()) if rank == 0 else ():
@@ -93,6 +94,37 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
     wrong += (f"  {name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
     if wrong:
         raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
+
+
+def in_threads(function: Callable[[str], R], names: Sequence[str]) -> dict[str, R]:
+    """`function` of each name, a few at a time. The first error stops the rest.
+
+    Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
+    background may still be going on.
+    """
+    results: dict[str, R] = {}
+    errors: list[BaseException] = []
+    waiting = list(reversed(names))
+
+    def work() -> None:
+        while not errors:
+            try:
+                name = waiting.pop()
+            except IndexError:
+                return
+            try:
+                results[name] = function(name)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(names)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {name: results[name] for name in names}
 
 
 class _Joined(NamedTuple):

@@ -108,7 +108,7 @@ class Unit:
 
         def part(index: Any) -> np.ndarray:
             buffer = np.zeros((copies, slab.shard_numel * self.share), dtype)
-            low, high = self._bounds(slab, (index[lead].start or 0) // max(1, slab.rows * self.share))
+            low, high = self._bounds(slab, self.shard_at(slab, index))
             for placement, flat in stored:
                 start, stop = max(low, placement.offset), min(high, placement.stop)
                 if start < stop:
@@ -117,6 +117,10 @@ class Unit:
             return buffer.reshape(self.shape(slab)[:lead] + slab_shape(slab, self.share))
 
         return jax.make_array_from_callback(self.shape(slab), self.sharding(slab), part, dtype=dtype)
+
+    def shard_at(self, slab: Slab, index: tuple[slice, ...]) -> int:
+        """Which shard a part of the slab's array is, by its index as jax gives it."""
+        return (index[int(self.stacked)].start or 0) // max(1, slab.rows * self.share)
 
     def _bounds(self, slab: Slab, k: int) -> tuple[int, int]:
         """Where shard `k` starts and stops in the slab, in elements."""
