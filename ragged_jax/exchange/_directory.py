@@ -179,27 +179,25 @@ class _Saving:
         return self.folder.with_suffix(".error")
 
     def run(self, declared: Manifest, parts: Iterable[Part], layouts: Mapping[str, Layout]) -> None:
-        if self.rank == 0:
-            with _locked(self._begin()):
-                try:
-                    self._lead(declared, parts, layouts)
-                except BaseException as error:
-                    self._fail(error)
-                    raise
-        else:
+        if self.rank:
             self._follow(declared, parts, layouts)
+            return
+        try:
+            with _locked(self._begin()):
+                self._lead(declared, parts, layouts)
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _begin(self) -> Path:
         self.directory.path.mkdir(parents=True, exist_ok=True)
         self.directory._clean()
         later = [step for step in self.directory.steps() if step >= self.step]
         if later:
-            error = FileExistsError(
+            raise FileExistsError(
                 f"{self.directory.path} has a checkpoint of step {later[-1]} already; a step to save must be later. "
                 "Remove the checkpoints that are not wanted, or save to another directory"
             )
-            self._fail(error)
-            raise error
         self.folder.mkdir()
         return self.folder / _LOCK
 
@@ -288,6 +286,10 @@ class _Saving:
             if self.num_ranks > 1:
                 text = str(error) if isinstance(error, CheckpointError | FileExistsError) else f"rank 0: {error!r}"
                 self.error.write_text(json.dumps([type(error).__name__, text]))
+        doomed = self.folder.with_suffix(".old")
+        with contextlib.suppress(OSError):  # where other ranks cannot put new files in it
+            self.folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 

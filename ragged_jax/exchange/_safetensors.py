@@ -79,7 +79,7 @@ def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
 def bytes_of(buffer: Any) -> memoryview:
     """The bytes of an array or another contiguous buffer."""
     if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
-        return buffer.reshape(-1).view(np.uint8).data
+        return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
     return memoryview(buffer).cast("B")
 
 
