@@ -192,11 +192,14 @@ def test_steps_only_rise(tmp_path):
 def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     for name in ("dead", "alive"):
         (tmp_path / f".step_00000001.{name}.tmp").mkdir()
-        (tmp_path / f".step_00000001.{name}.tmp" / "lock").touch()
-    with open(tmp_path / ".step_00000001.alive.tmp" / "lock") as lock:
+        (tmp_path / f".step_00000001.{name}.lock").touch()
+    (tmp_path / ".step_00000001.torn.old").mkdir()
+    with open(tmp_path / ".step_00000001.alive.lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         save(CheckpointDirectory(tmp_path), 2)
-    assert sorted(os.listdir(tmp_path)) == [".step_00000001.alive.tmp", "step_00000002"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".step_00000001.alive.lock", ".step_00000001.alive.tmp", "step_00000002",
+    ]  # fmt: skip
 
 
 def test_two_jobs_in_one_directory(tmp_path):

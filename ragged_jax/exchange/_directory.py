@@ -5,8 +5,8 @@ The ranks meet in the file system: rank 0 makes the temporary folder, every rank
 part of the manifest, and rank 0, when it has all parts, writes the manifest and renames the folder. There is no
 collective, so a thread may do it while the training goes on.
 
-A temporary folder belongs to the process that holds the lock in it. One whose lock is free is what a killed process
-left, and the next save removes it.
+A temporary folder belongs to the process that holds the lock beside it. One whose lock is free is what a killed
+process left, and the next save removes it.
 """
 
 import contextlib
@@ -30,8 +30,7 @@ from ._safetensors import sync_folder, write_bytes
 from ._write import Part, write_parts
 
 _STEP = re.compile(r"step_(\d{8,})")
-_LOCK = "lock"
-_ABANDONED_SECONDS = 3600.0  # what has no lock yet, or is only a message, is rubbish when it is this old
+_ABANDONED_SECONDS = 3600.0  # a message is rubbish when it is this old
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,11 @@ class CheckpointDirectory:
     def _clean(self) -> None:
         """Removes what killed processes left."""
         for path in self.path.glob(".step_*"):
-            if path.suffix == ".old" or (path.suffix == ".tmp" and _is_free(path)):
+            lock = path.with_suffix(".lock")
+            if path.suffix == ".old" or (path.suffix == ".tmp" and not lock.exists()):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path == lock:
+                _take_over(lock)
             elif path.suffix == ".error" and _age(path) > _ABANDONED_SECONDS:
                 path.unlink(missing_ok=True)
 
@@ -183,14 +185,15 @@ class _Saving:
             self._follow(declared, parts, layouts)
             return
         try:
-            with _locked(self._begin()):
+            self.directory.path.mkdir(parents=True, exist_ok=True)
+            with _locked(self.folder.with_suffix(".lock")):
+                self._begin()
                 self._lead(declared, parts, layouts)
         except BaseException as error:
             self._fail(error)
             raise
 
-    def _begin(self) -> Path:
-        self.directory.path.mkdir(parents=True, exist_ok=True)
+    def _begin(self) -> None:
         self.directory._clean()
         later = [step for step in self.directory.steps() if step >= self.step]
         if later:
@@ -199,7 +202,6 @@ class _Saving:
                 "Remove the checkpoints that are not wanted, or save to another directory"
             )
         self.folder.mkdir()
-        return self.folder / _LOCK
 
     def _lead(self, declared: Manifest, parts: Iterable[Part], layouts: Mapping[str, Layout]) -> None:
         if self.num_ranks > 1:
@@ -215,7 +217,6 @@ class _Saving:
             self._mine("claim", rank).unlink()
             self._mine("part", rank).unlink()
         write_bytes(self.folder / MANIFEST, whole.to_bytes())
-        (self.folder / _LOCK).unlink()
         sync_folder(self.folder)
         try:
             self.folder.rename(self.final)
@@ -295,22 +296,32 @@ class _Saving:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    unlocked = path.with_suffix(".new")
-    with open(unlocked, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(path)  # nobody ever sees it free
-        yield
+    while True:
+        with open(path, "wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file.fileno(), path):
+                continue  # another job took it for a killed one's, before it was locked
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            return
 
 
-def _is_free(folder: Path) -> bool:
-    """Whether nobody writes to a temporary folder any more."""
+def _take_over(lock: Path) -> None:
+    """Removes a lock that nobody holds, and the temporary folder that it is of."""
+    with contextlib.suppress(OSError), open(lock, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(file.fileno(), lock):
+            shutil.rmtree(lock.with_suffix(".tmp"), ignore_errors=True)
+            lock.unlink()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
     try:
-        with open(folder / _LOCK, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except FileNotFoundError:  # being made, or about to be renamed
-        return _age(folder) > _ABANDONED_SECONDS
-    except OSError:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
         return False
 
 
