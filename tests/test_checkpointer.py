@@ -1,6 +1,8 @@
 """JAX states in checkpoints: saved on some devices, restored on others, and training goes on as before."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models import batches, flat, loss_fn, make_mesh, make_sharded, poison_padding, units_of
 
 import ragged_jax as rj
+from ragged_jax.cli import main
 from ragged_jax.exchange import CheckpointDirectory
 from ragged_jax.exchange._state import items_of
 
@@ -273,7 +276,33 @@ def test_a_process_that_ends_finishes_its_save(tmp_path):
         assert np.array_equal(checkpoint.read("x"), np.arange(1 << 20))
 
 
-def test_parts_of_a_model_are_refused():
-    model = make_sharded(2)
+def test_the_command_shows_it(unbroken, capsys, tmp_path):
+    _, path, _ = unbroken
+    assert main(["show", str(path), "--verify"]) == 0
+    out = capsys.readouterr().out
+    assert "steps 2; the latest that is whole:" in out
+    assert "opt/opt_state/0/mu" in out
+    assert "4 shards" in out
+    assert "every byte is as it was written" in out
+    copy = Path(shutil.copytree(path / "step_00000002", tmp_path / "copy"))
+    assert main(["show", str(copy), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["tensors"]["model/embed/embedding"] == {
+        "dtype": "float32", "shape": [1601, 48], "nbytes": 1601 * 48 * 4,
+    }  # fmt: skip
+    data = bytearray((copy / "root.00000.safetensors").read_bytes())
+    data[-1000] ^= 1
+    (copy / "root.00000.safetensors").write_bytes(data)
+    assert main(["show", str(copy), "--verify"]) == 1
+    assert "root.00000.safetensors, bytes" in capsys.readouterr().out
+    (copy / "root.00000.safetensors").unlink()
+    assert main(["show", str(copy)]) == 2
+    assert "root.00000.safetensors: No such file" in capsys.readouterr().err
+    assert main(["show", str(tmp_path)]) == 2
+    assert "manifest.json: No such file" in capsys.readouterr().err
+
+
+def test_parts_of_a_model_are_refused(unbroken):
+    _, _, model = unbroken
     with pytest.raises(ValueError, match="save the whole model"):
         items_of({"layer": nnx.state(model)["blocks"][0]})
