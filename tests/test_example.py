@@ -63,11 +63,18 @@ def test_two_processes_are_as_good_as_one(tmp_path):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     shared = ("--devices", "4", "--steps", "10", "--num-processes", "2", "--coordinator", f"localhost:{port}")
-    first, _ = finish(*(start(tmp_path / "two", *shared, "--process-id", str(i)) for i in range(2)))
+    saving = ("--save-every", "4")
+    first, _ = finish(*(start(tmp_path / "two", *shared, *saving, "--process-id", str(i)) for i in range(2)))
     [alone] = finish(start(tmp_path / "one", "--devices", "4", "--steps", "10"))
     two, one = (np.loadtxt(tmp_path / out / "loss.csv") for out in ("two", "one"))
     np.testing.assert_allclose(two, one, rtol=1e-4)
     assert held_out(first) == pytest.approx(held_out(alone), abs=2e-3)
+    [resumed] = finish(start(tmp_path / "two", "--devices", "3", "--batch", "12", "--steps", "10", "--resume"))
+    assert "going on from step 8" in resumed
+    losses = np.loadtxt(tmp_path / "two" / "loss.csv")
+    assert losses[:8].tolist() == two[:8].tolist()
+    assert len(losses) == 10
+    assert held_out(resumed)[1] == pytest.approx(held_out(alone)[1], abs=0.2)
 
 
 def test_a_wrong_block_is_explained(tmp_path):
