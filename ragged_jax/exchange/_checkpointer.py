@@ -18,6 +18,7 @@ from ._checkpoint import Checkpoint
 from ._directory import CheckpointDirectory
 from ._state import items_of, layouts_of
 from ._transfer import check_restorable, parts_of, restored
+from ._write import in_threads
 
 T = TypeVar("T")
 
@@ -119,7 +120,13 @@ class Checkpointer:
         items, build = items_of(like)
         with self.open(step) as checkpoint:
             check_restorable(checkpoint, items, cast)
-            return build([restored(checkpoint, item, cast) for item in items])
+            slabs = [at for at, item in enumerate(items) if item.of is not None]
+            done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+            rest = (
+                at for at in range(len(items)) if at not in done
+            )  # here, where the caller's context mesh is known
+            done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+            return build([done[at] for at in range(len(items))])
 
     def open(self, step: int | None = None) -> Checkpoint:
         """A checkpoint, by default the latest, to look into: its step, metadata and tensors."""

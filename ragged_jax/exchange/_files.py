@@ -31,8 +31,8 @@ class Files:
 
     def __init__(self, folder: Path, chunk_nbytes: int):
         self._folder, self._chunk = folder, chunk_nbytes
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._last: tuple[str, int, memoryview] | None = None  # the chunk at the edge of the range read before
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._last = threading.local()  # the chunk at the edge of the range that a thread read before
         self._lock = threading.Lock()
 
     def size_fault(self, file: FileEntry) -> str:
@@ -57,32 +57,32 @@ class Files:
           Damage: a checksum is not right.
           CheckpointError: the file cannot be read.
         """
-        with self._lock:
-            position, end = offset, offset + out.nbytes
-            while position < end:
-                chunk, skipped = divmod(position, self._chunk)
-                if skipped == 0 and (count := min((end - position) // self._chunk, _BATCH_CHUNKS)):
-                    target = out[position - offset : position - offset + count * self._chunk]
-                    self._read(file, position, target)
-                    for at in range(count):
-                        self._check(file, chunk + at, target[at * self._chunk : (at + 1) * self._chunk])
-                    position += target.nbytes
-                    continue
-                data = self._edge(file, chunk)
-                taken = min(end - position, data.nbytes - skipped)
-                if taken <= 0:
-                    raise Damage(file, position, end, "behind the end of the file")
-                out[position - offset : position - offset + taken] = data[skipped : skipped + taken]
-                position += taken
+        position, end = offset, offset + out.nbytes
+        while position < end:
+            chunk, skipped = divmod(position, self._chunk)
+            if skipped == 0 and (count := min((end - position) // self._chunk, _BATCH_CHUNKS)):
+                target = out[position - offset : position - offset + count * self._chunk]
+                self._read(file, position, target)
+                for at in range(count):
+                    self._check(file, chunk + at, target[at * self._chunk : (at + 1) * self._chunk])
+                position += target.nbytes
+                continue
+            data = self._edge(file, chunk)
+            taken = min(end - position, data.nbytes - skipped)
+            if taken <= 0:
+                raise Damage(file, position, end, "behind the end of the file")
+            out[position - offset : position - offset + taken] = data[skipped : skipped + taken]
+            position += taken
 
     def _edge(self, file: FileEntry, chunk: int) -> memoryview:
-        if self._last and self._last[:2] == (file.name, chunk):
-            return self._last[2]
+        last = getattr(self._last, "chunk", None)
+        if last and last[:2] == (file.name, chunk):
+            return last[2]
         start = chunk * self._chunk
         data = memoryview(bytearray(max(0, min(self._chunk, file.nbytes - start))))
         self._read(file, start, data)
         self._check(file, chunk, data)
-        self._last = file.name, chunk, data
+        self._last.chunk = file.name, chunk, data
         return data
 
     def _check(self, file: FileEntry, chunk: int, data: memoryview) -> None:
@@ -92,32 +92,39 @@ class Files:
 
     def _read(self, file: FileEntry, offset: int, out: memoryview) -> None:
         try:
-            descriptor = self._descriptor(file)
+            opened = self._opened(file)
             done = 0
             while done < out.nbytes:
-                count = os.preadv(descriptor, [out[done:]], offset + done)
+                count = os.preadv(opened.descriptor, [out[done:]], offset + done)
                 if count == 0:
                     raise Damage(file, offset + done, offset + out.nbytes, "the file ends before")
                 done += count
         except OSError as error:
             raise Damage(file, offset, offset + out.nbytes, error.strerror or str(error)) from None
 
-    def _descriptor(self, file: FileEntry) -> int:
-        if (descriptor := self._open.pop(file.name, None)) is None:
-            if fault := self.size_fault(file):
-                raise CheckpointError(fault)
-            descriptor = os.open(self._folder / file.name, os.O_RDONLY)
-            if len(self._open) >= _MAX_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-        self._open[file.name] = descriptor
-        return descriptor
+    def _opened(self, file: FileEntry) -> "_Open":
+        with self._lock:
+            if (opened := self._open.pop(file.name, None)) is None:
+                if fault := self.size_fault(file):
+                    raise CheckpointError(fault)
+                opened = _Open(self._folder / file.name)
+                if len(self._open) >= _MAX_OPEN:
+                    self._open.popitem(last=False)
+            self._open[file.name] = opened
+            return opened
 
     def close(self) -> None:
         with self._lock:
-            self._last = None
-            while self._open:
-                os.close(self._open.popitem()[1])
+            self._last = threading.local()
+            self._open.clear()
+
+
+class _Open:
+    """An open file, closed when no thread reads from it any more."""
+
+    def __init__(self, path: Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
 
     def __del__(self):
-        for descriptor in self._open.values():
-            os.close(descriptor)
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)

@@ -9,7 +9,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ..layout import SAFETENSORS_DTYPES
 
 ALIGNMENT = 64
 CHUNK_NBYTES = 1 << 20
+_MAX_VECTORS = 512
 FILLER = "~fill/"
 _RESERVED = "__metadata__"
 
@@ -67,13 +68,38 @@ def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
         stream += [*parts, filler]
     chunks = _Chunks()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    with open(descriptor, "wb", buffering=CHUNK_NBYTES) as file:
-        for view in stream:
-            file.write(view)
-            chunks.add(view)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        for batch in _batches(stream):
+            for view in batch:
+                chunks.add(view)
+            _write_all(descriptor, batch)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
     return Written(chunks.nbytes, chunks.done(), tuple(starts))
+
+
+def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """What is written by one call: about a chunk, checksummed while it is in the processor's cache."""
+    batch, nbytes = [], 0
+    for view in views:
+        for start in range(0, view.nbytes, CHUNK_NBYTES):
+            batch.append(view[start : start + CHUNK_NBYTES])
+            nbytes += batch[-1].nbytes
+            if nbytes >= CHUNK_NBYTES or len(batch) == _MAX_VECTORS:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
+    while views:
+        written = os.writev(descriptor, views)
+        while views and written >= views[0].nbytes:
+            written -= views.pop(0).nbytes
+        if views:
+            views[0] = views[0][written:]
 
 
 def bytes_of(buffer: Any) -> memoryview:

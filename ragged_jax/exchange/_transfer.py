@@ -1,6 +1,7 @@
 """Between the arrays of a JAX state and a checkpoint: each device's part goes straight from or to the disk."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..fsdp import SlabOf, Unit
+from ..fsdp import SlabOf
 from ..layout import Layout
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import CheckpointError, Region
@@ -48,7 +49,7 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
         unit, slab = item.of.unit, item.of.slab
         buffers = {(unit.bucket.name, slab.name): data}
         k = unit.shard_at(slab, shard.index)
-        yield from shard_parts(_layout(unit), k, buffers, prefix=item.prefix, suffix=item.suffix)
+        yield from shard_parts(_layout(item.of), k, buffers, prefix=item.prefix, suffix=item.suffix)
         return
     region = _region(shard.index, shape)
     if all(span == (0, size) for span, size in zip(region[1:], shape[1:], strict=True)):
@@ -63,8 +64,10 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 
 
 @cache
-def _layout(unit: Unit) -> Layout:
-    return Layout(unit.num_shards, (unit.bucket,), unit.shares)
+def _layout(of: SlabOf) -> Layout:
+    """A layout of this slab alone."""
+    unit = of.unit
+    return Layout(unit.num_shards, (replace(unit.bucket, slabs=(of.slab,)),), unit.shares)
 
 
 def check_restorable(checkpoint: Checkpoint, items: Sequence[Item], cast: bool) -> None:
@@ -126,7 +129,7 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -
             memory.clear()  # replicas of a shard may follow each other
             buffer = memory[k] = np.zeros(local, dtype)
             buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
-            fill_shard(checkpoint, _layout(unit), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
+            fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
         return memory[k]
 
     return jax.make_array_from_callback(unit.shape(slab), sharding, part, dtype=dtype)

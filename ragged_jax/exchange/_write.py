@@ -14,6 +14,7 @@ from ._safetensors import Entry, Written, bytes_of, entry_shape, write_bytes, wr
 
 _THREADS = 4
 
+K = TypeVar("K")
 R = TypeVar("R")
 
 
@@ -96,35 +97,35 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
         raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
 
 
-def in_threads(function: Callable[[str], R], names: Sequence[str]) -> dict[str, R]:
-    """`function` of each name, a few at a time. The first error stops the rest.
+def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
+    """`function` of each key, a few at a time. The first error stops the rest.
 
     Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
     background may still be going on.
     """
-    results: dict[str, R] = {}
+    results: dict[K, R] = {}
     errors: list[BaseException] = []
-    waiting = list(reversed(names))
+    waiting = list(reversed(keys))
 
     def work() -> None:
         while not errors:
             try:
-                name = waiting.pop()
+                key = waiting.pop()
             except IndexError:
                 return
             try:
-                results[name] = function(name)
+                results[key] = function(key)
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(names)))]
+    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(keys)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return {name: results[name] for name in names}
+    return {key: results[key] for key in keys}
 
 
 class _Joined(NamedTuple):
