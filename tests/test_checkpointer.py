@@ -197,6 +197,23 @@ def test_each_device_reads_its_own_part(tmp_path, monkeypatch):
     assert max(sizes) <= value.nbytes // 8
 
 
+def test_devices_do_not_share_what_was_read(tmp_path):
+    """Each has memory of its own, so that a donated counter is counted up once."""
+    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"))
+    count = jax.device_put(np.arange(1024), NamedSharding(mesh, PartitionSpec()))
+    params = rj.shard_tree({"w": np.arange(4096.0)}, mesh, axis=("replica", "fsdp"))
+    add_one = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    with rj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(0, {"count": count, "params": params})
+        state = checkpointer.restore({"count": count, "params": params})
+    pointers = [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(state) for s in x.addressable_shards]
+    assert len(set(pointers)) == len(pointers)
+    state = add_one(state)
+    for shard in state["count"].addressable_shards:
+        assert np.array_equal(shard.data, np.arange(1, 1025))
+    assert np.array_equal(rj.full_params(state["params"])["w"], np.arange(1.0, 4097.0))
+
+
 def test_what_does_not_fit_is_named_at_once(tmp_path):
     with rj.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(4, {"a": jnp.ones((2, 3)), "b": jnp.ones(3, jnp.bfloat16), "k": jax.random.key(0), "n": 1})

@@ -1,6 +1,6 @@
 """Between the arrays of a JAX state and a checkpoint: each device's part goes straight from or to the disk."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -95,14 +95,12 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     if item.of is not None:
         return _restored_slab(checkpoint, item, item.of, cast)
     leaf, ((name, want),) = item.leaf, item.tensors().items()
-    dtype, memory = numpy_dtype(want.dtype), {}
+    dtype = numpy_dtype(want.dtype)
 
-    def part(index: Any) -> np.ndarray:
-        region = _region(index, want.shape)
-        if region not in memory:
-            memory[region] = checkpoint.read_region(name, region, want.shape).astype(dtype, copy=False)
-        return memory[region]
+    def read(region: Region) -> np.ndarray:
+        return checkpoint.read_region(name, region, want.shape).astype(dtype, copy=False)
 
+    part = _once(lambda index: _region(index, want.shape), read)
     whole = (slice(None),) * len(want.shape)
     if type(leaf) in PYTHON:
         return type(leaf)(part(whole))
@@ -112,7 +110,7 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     if sharding is None or not getattr(leaf, "committed", True):
         array = jnp.asarray(part(whole))
     elif is_key(leaf):
-        array = jax.device_put(part(whole), jax.random.key_data(leaf).sharding)
+        array = jax.make_array_from_callback(want.shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
     else:
         array = jax.make_array_from_callback(want.shape, sharding, part, dtype=dtype)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
@@ -121,15 +119,31 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
 def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -> jax.Array:
     unit, slab, dtype = of.unit, of.slab, item.leaf.dtype
     sharding = getattr(item.leaf, "sharding", None) or unit.sharding(slab)
-    local, memory = sharding.shard_shape(unit.shape(slab)), {}
+    local = sharding.shard_shape(unit.shape(slab))
+
+    def read(k: int) -> np.ndarray:
+        buffer = np.zeros(local, dtype)
+        buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
+        fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
+        return buffer
+
+    part = _once(lambda index: unit.shard_at(slab, index), read)
+    return jax.make_array_from_callback(unit.shape(slab), sharding, part, dtype=dtype)
+
+
+def _once(key: Callable[[Any], Any], read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
+    """Reads each part once, also when several devices get it.
+
+    Each of them gets an array of its own. On CPU jax takes an array as it is, without a copy, and a donated one is
+    written to: of one that two devices share, a counter would be counted up twice.
+    """
+    memory: dict[Any, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
-        k = unit.shard_at(slab, index)
-        if k not in memory:
-            memory.clear()  # replicas of a shard may follow each other
-            buffer = memory[k] = np.zeros(local, dtype)
-            buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
-            fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
-        return memory[k]
+        at = key(index)
+        if at in memory:
+            return memory[at].copy()
+        memory[at] = read(at)
+        return memory[at]
 
-    return jax.make_array_from_callback(unit.shape(slab), sharding, part, dtype=dtype)
+    return part
