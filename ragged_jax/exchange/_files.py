@@ -7,6 +7,8 @@ import zlib
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
+
 from ._manifest import CheckpointError, FileEntry
 
 _MAX_OPEN = 64
@@ -79,7 +81,7 @@ class Files:
         if last and last[:2] == (file.name, chunk):
             return last[2]
         start = chunk * self._chunk
-        data = memoryview(bytearray(max(0, min(self._chunk, file.nbytes - start))))
+        data = np.empty(max(0, min(self._chunk, file.nbytes - start)), np.uint8).data
         self._read(file, start, data)
         self._check(file, chunk, data)
         self._last.chunk = file.name, chunk, data

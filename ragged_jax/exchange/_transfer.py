@@ -1,5 +1,6 @@
 """Between the arrays of a JAX state and a checkpoint: each device's part goes straight from or to the disk."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,6 +14,7 @@ from ..fsdp import SlabOf
 from ..layout import Layout
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import CheckpointError, Region
+from ._safetensors import ALIGNMENT
 from ._shards import fill_shard, shard_parts
 from ._state import PYTHON, Item, is_key
 from ._write import Part
@@ -122,13 +124,21 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -
     local = sharding.shard_shape(unit.shape(slab))
 
     def read(k: int) -> np.ndarray:
-        buffer = np.zeros(local, dtype)
+        buffer = _aligned_zeros(local, dtype)
         buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
         fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
         return buffer
 
     part = _once(lambda index: unit.shard_at(slab, index), read)
     return jax.make_array_from_callback(unit.shape(slab), sharding, part, dtype=dtype)
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeros that jax takes on CPU without a copy."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _once(key: Callable[[Any], Any], read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
