@@ -255,14 +255,18 @@ def test_the_background_does_not_see_later_changes(tmp_path, monkeypatch):
     tree = rj.shard_tree({"w": jnp.full((64, 64), 7.0)}, make_mesh(4), axis="fsdp")
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
     with rj.Checkpointer(tmp_path) as checkpointer:
-        checkpointer.save(1, {"tree": tree, "host": (host := np.ones(3))})
+        host, losses = np.ones(3), [1.5]
+        checkpointer.save(1, {"tree": tree, "host": host}, {"losses": losses})
         host[:] = 0
+        losses.append(2.5)
         tree = jax.block_until_ready(step(tree))
         assert not any(tmp_path.iterdir())
         go.set()
         restored = checkpointer.restore({"tree": tree, "host": host})
     assert (rj.full_params(restored["tree"])["w"] == 7).all()
     assert (restored["host"] == 1).all()
+    with CheckpointDirectory(tmp_path).open() as checkpoint:
+        assert checkpoint.metadata == {"losses": [1.5]}
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_call(tmp_path):

@@ -79,7 +79,7 @@ class Checkpointer:
           OSError, ValueError: what went wrong when the save before this one was written in the background.
         """
         self.wait()
-        json.dumps(metadata, allow_nan=False)
+        metadata = json.loads(json.dumps(metadata, allow_nan=False))  # as it is now
         items, _ = items_of(state)
         rank, tensors = jax.process_index(), {n: t for item in items for n, t in item.tensors().items()}
         parts = list(parts_of(items, rank, copy=self._background))

@@ -12,7 +12,7 @@ import numpy as np
 from ._manifest import CheckpointError, FileEntry
 
 _MAX_OPEN = 64
-_BATCH_CHUNKS = 16
+_BATCH_CHUNKS = 64
 
 
 class Damage(CheckpointError):

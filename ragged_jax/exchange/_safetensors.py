@@ -18,8 +18,8 @@ import numpy as np
 from ..layout import SAFETENSORS_DTYPES
 
 ALIGNMENT = 64
-CHUNK_NBYTES = 1 << 20
-_MAX_VECTORS = 512
+CHUNK_NBYTES = 1 << 18
+_BATCH_NBYTES, _MAX_VECTORS = 1 << 20, 512
 FILLER = "~fill/"
 _RESERVED = "__metadata__"
 
@@ -80,13 +80,13 @@ def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
 
 
 def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What is written by one call: about a chunk, checksummed while it is in the processor's cache."""
+    """What is written by one call: about 1 MiB, checksummed while it is in the processor's cache."""
     batch, nbytes = [], 0
     for view in views:
         for start in range(0, view.nbytes, CHUNK_NBYTES):
             batch.append(view[start : start + CHUNK_NBYTES])
             nbytes += batch[-1].nbytes
-            if nbytes >= CHUNK_NBYTES or len(batch) == _MAX_VECTORS:
+            if nbytes >= _BATCH_NBYTES or len(batch) == _MAX_VECTORS:
                 yield batch
                 batch, nbytes = [], 0
     if batch:
