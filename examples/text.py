@@ -54,9 +54,14 @@ def _join(files: list[Path]) -> np.ndarray:
     return np.concatenate([np.fromfile(f, np.uint8) for f in files])
 
 
-def batches(text: np.ndarray, size: int, length: int, seed: int) -> Iterator[np.ndarray]:
-    """Endless batches [size, length + 1] of windows that start anywhere in the text: inputs and, one on, targets."""
+def batches(text: np.ndarray, size: int, length: int, seed: int, skip: int = 0) -> Iterator[np.ndarray]:
+    """Endless batches [size, length + 1] of windows that start anywhere in the text: inputs and, one on, targets.
+
+    The first `skip` batches are left out, for a run that has had them already.
+    """
     rng = np.random.default_rng(seed)
+    for _ in range(skip):
+        rng.integers(0, len(text) - length, size)
     while True:
         starts = rng.integers(0, len(text) - length, size)
         yield text[starts[:, None] + np.arange(length + 1)].astype(np.int32)

@@ -5,6 +5,8 @@
     python examples/train_gpt.py --block tile:32,32     # what no device boundary may cut
     python examples/train_gpt.py --data my_book.txt
     python examples/train_gpt.py --optimizer adamw8bit  # 2 bytes of optimizer state a parameter, not 8
+    python examples/train_gpt.py --save-every 20            # kill it at any moment ...
+    python examples/train_gpt.py --save-every 20 --resume   # ... and go on, also with another --devices
 
     python examples/train_gpt.py --processes 2          # two processes, each with half of the devices and the batch
 
@@ -18,6 +20,7 @@ or on a TPU pod, it is `--coordinator auto`):
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -54,6 +57,8 @@ class Config:
       length: bytes of a sequence.
       optimizer: adamw, or adamw8bit, whose blocks of 256 elements `block` must not cut.
       learning_rate: its peak, after a tenth of the steps; a cosine leads from there to zero.
+      save_every: steps between checkpoints, which go to `out`; 0 for none.
+      resume: go on from the last checkpoint in `out`, if there is one.
       held_out: how many bytes of the held-out files judge the model.
       sample: bytes to write in the end.
       seed: of the model and of the order of the text.
@@ -73,6 +78,8 @@ class Config:
     length: int = 64
     optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     learning_rate: float = 1e-3
+    save_every: int = 0
+    resume: bool = False
     held_out: int = 32768
     sample: int = 48
     seed: int = 0
@@ -147,16 +154,28 @@ def main(config: Config) -> None:
     before = evaluate(model, judged, judged_size, mesh)
     console.print(f"held out, before: {before:.3f} bits/byte; a bigram model: {bigram:.3f}")
 
-    batches = on_mesh(text.batches(corpus.train, batch_size, config.length, config.seed), mesh)
+    checkpoints = rj.Checkpointer(config.out / "checkpoints", keep=2) if config.save_every or config.resume else None
     losses: list[float] = []
-    with progress_bar(console) as bar:
-        task = bar.add_task("", total=config.steps, loss=before, speed=0.0, memory=memory)
-        for step, batch in zip(range(config.steps), batches, strict=False):
+    if checkpoints and (steps := checkpoints.steps()):
+        if not config.resume:
+            raise SystemExit(f"{config.out} has checkpoints of steps {steps}: give --resume, or another --out")
+        state = checkpoints.restore({"model": model, "optimizer": optimizer})
+        model, optimizer = state["model"], state["optimizer"]
+        with checkpoints.open() as checkpoint:
+            losses = checkpoint.metadata["losses"]
+        console.print(f"going on from step {len(losses)}")
+    first = len(losses)
+    batches = on_mesh(text.batches(corpus.train, batch_size, config.length, config.seed, skip=first), mesh)
+    with progress_bar(console) as bar, checkpoints or nullcontext():
+        task = bar.add_task("", total=config.steps, completed=first, loss=before, speed=0.0, memory=memory)
+        for step, batch in zip(range(first, config.steps), batches, strict=False):
             losses.append(float(train_step(model, optimizer, batch)))
-            if step == 0:
+            if step == first:
                 start = time.perf_counter()  # the first step also compiles
-            speed = step * batch_size * config.length / max(1e-9, time.perf_counter() - start)
+            speed = (step - first) * batch_size * config.length / max(1e-9, time.perf_counter() - start)
             bar.update(task, advance=1, loss=losses[-1], speed=speed)
+            if checkpoints and config.save_every and (step + 1) % config.save_every == 0:
+                checkpoints.save(step + 1, {"model": model, "optimizer": optimizer}, {"losses": losses})
             if (step + 1) % max(1, config.steps // 10) == 0:
                 bar.print(f"step {step + 1}: loss {losses[-1]:.3f} bits/byte, {speed:,.0f} tokens/s, {memory}")
 

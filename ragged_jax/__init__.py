@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
     from .adapters import labelled as labelled
+    from .exchange import Checkpoint as Checkpoint
+    from .exchange import Checkpointer as Checkpointer
+    from .exchange import CheckpointError as CheckpointError
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -51,6 +54,7 @@ __version__ = version("ragged-jax")
 
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
+    "exchange": ("Checkpoint", "CheckpointError", "Checkpointer"),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

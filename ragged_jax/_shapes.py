@@ -19,15 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from .layout import Block, BlockRule, TensorSpec, block_for
+from .layout import SAFETENSORS_DTYPES, Block, BlockRule, TensorSpec, block_for
 from .planner import Group
 
 _MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
-_SAFETENSORS_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32",
-    "I32": "int32", "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32",
-    "F64": "float64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
+_SAFETENSORS_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
 
 
 class ShapesError(ValueError):

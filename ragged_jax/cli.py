@@ -1,7 +1,8 @@
-"""The command `ragged-jax`: plan a model's layout, look at one.
+"""The command `ragged-jax`: plan a model's layout, look at one or at a checkpoint.
 
 ragged-jax plan SHAPES.json -n 64 --block rows:32
 ragged-jax show LAYOUT.json
+ragged-jax show CHECKPOINT --verify
 """
 
 import argparse
@@ -12,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ._shapes import model_groups, num_params, read_shapes
+from ._show import show_checkpoint
 from .layout import Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
 from .planner import PROFILES, BucketReport, Plan, advise, draw, plan, plan_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0, or 2 with one message for what the user can mend."""
+    """Runs the command; returns its exit status: 0, 1 for damage found, or 2 with one message for the rest."""
     args = _parser().parse_args(arguments)
     try:
         return args.run(args)
@@ -110,9 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", type=Path, metavar="LAYOUT.json", help="write the layout")
     _add_output(command)
 
-    command = commands.add_parser("show", help="what a layout file says")
+    command = commands.add_parser("show", help="what a layout file or a checkpoint says")
     command.set_defaults(run=_show)
-    command.add_argument("layout", type=Path, metavar="LAYOUT.json")
+    command.add_argument("path", type=Path, metavar="PATH", help="a layout file, a checkpoint, or a folder of them")
+    command.add_argument("--verify", action="store_true", help="read all of a checkpoint, compare its checksums")
     _add_output(command)
     return parser
 
@@ -163,12 +166,14 @@ def _is_factory(source: str) -> bool:
 def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    if args.path.is_dir():
+        return show_checkpoint(args.path, as_json=args.json, verify=args.verify)
     try:
-        layout = Layout.from_json(args.layout.read_bytes())
+        layout = Layout.from_json(args.path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{args.layout}: {error.strerror or error}") from None
+        raise ValueError(f"{args.path}: {error.strerror or error}") from None
     except LayoutError as error:
-        raise LayoutError(f"{args.layout}: {error}") from None
+        raise LayoutError(f"{args.path}: {error}") from None
     made = Plan(layout, tuple(BucketReport.of(bucket, layout.num_parts) for bucket in layout.buckets))
     if args.png:
         draw(layout, args.png)

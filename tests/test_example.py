@@ -58,12 +58,18 @@ def test_learns_and_reports(devices, block, tmp_path):
 
 
 def test_two_processes_are_as_good_as_one(tmp_path):
-    shared = ("--devices", "4", "--steps", "10")
-    [both] = finish(start(tmp_path / "two", *shared, "--processes", "2"))
+    shared, saving = ("--devices", "4", "--steps", "10"), ("--save-every", "4")
+    [both] = finish(start(tmp_path / "two", *shared, *saving, "--processes", "2"))
     [alone] = finish(start(tmp_path / "one", *shared))
     two, one = (np.loadtxt(tmp_path / out / "loss.csv") for out in ("two", "one"))
     np.testing.assert_allclose(two, one, rtol=1e-4)
     assert held_out(both) == pytest.approx(held_out(alone), abs=2e-3)
+    [resumed] = finish(start(tmp_path / "two", "--devices", "3", "--batch", "12", "--steps", "10", "--resume"))
+    assert "going on from step 8" in resumed
+    losses = np.loadtxt(tmp_path / "two" / "loss.csv")
+    assert losses[:8].tolist() == two[:8].tolist()
+    assert len(losses) == 10
+    assert held_out(resumed)[1] == pytest.approx(held_out(alone)[1], abs=0.2)
 
 
 def test_a_wrong_block_is_explained(tmp_path):

@@ -29,6 +29,7 @@ def probe(imports: str) -> subprocess.CompletedProcess:
         "ragged_jax",
         "ragged_jax.layout",
         "ragged_jax.planner",
+        "ragged_jax.exchange",
         "ragged_jax.optim",
         "ragged_jax.optim._reference",
         "ragged_jax.optim._muon_reference",
@@ -44,7 +45,11 @@ def test_using_the_core_imports_no_framework():
         "from ragged_jax.layout import *\nfrom ragged_jax import layout, planner\n"
         "spec = layout.TensorSpec('w', (100, 8), 'bfloat16', layout.rows(3))\n"
         "made = planner.plan([planner.Group('', (spec,))], 7)\n"
-        "layout.Layout.from_json(made.layout.to_json()); planner.plan_table(made)"
+        "layout.Layout.from_json(made.layout.to_json()); planner.plan_table(made)\n"
+        "from ragged_jax import exchange\nimport tempfile, numpy as np\n"
+        "part = exchange.Part('w', ((0, 3),), np.zeros(3, np.float32))\n"
+        "folder = exchange.CheckpointDirectory(tempfile.mkdtemp())\n"
+        "exchange.read_tensor(folder.save(1, {'w': exchange.TensorEntry('float32', (3,))}, [part]), 'w')"
     )
     assert result.returncode == 0, result.stderr
 
@@ -83,6 +88,9 @@ def test_the_public_surface():
     names = [line.split("(")[0].removesuffix("class") for line in got.splitlines()]
     assert names == [
         "Block",
+        "Checkpoint",
+        "CheckpointError",
+        "Checkpointer",
         "DynamicLossScale",
         "Layout",
         "LayoutError",

@@ -2,4 +2,5 @@
 
 from ._fully_shard import fully_shard as fully_shard
 from ._nnx_labels import labelled as labelled
+from ._nnx_module import SLABS as SLABS
 from ._nnx_module import PackedTensor as PackedTensor

@@ -203,6 +203,10 @@ class Unit:
                 block, found[name] = divmod(block, length)
         return found
 
+    def shard_at(self, slab: Slab, index: tuple[slice, ...]) -> int:
+        """Which shard a part of the slab's array is, by its index as jax gives it."""
+        return self._coordinates(slab, index)[self.axis]
+
     def _bounds(self, slab: Slab, k: int) -> tuple[int, int]:
         """Where shard `k` starts and stops in the slab, in elements."""
         ends = (0, *accumulate(self.shares or (1,) * self.num_shards))

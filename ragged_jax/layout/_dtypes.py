@@ -36,3 +36,11 @@ def itemsize(dtype: str) -> int:
         return ITEMSIZE[dtype]
     except KeyError:
         raise ValueError(f"unknown dtype {dtype!r}; a layout knows {', '.join(sorted(ITEMSIZE))}") from None
+
+
+SAFETENSORS_DTYPES: dict[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+"""What safetensors files call them; complex128 is missing there."""

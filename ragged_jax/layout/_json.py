@@ -1,19 +1,16 @@
-"""Layout files: versioned JSON, read as untrusted input.
+"""Versioned JSON files, read as untrusted input.
 
 pydantic checks types, ranges and unknown fields straight off the dataclasses and reports every fault with its
 path. It is imported when a file is read or written, so that planning does not wait for it.
 """
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from ._errors import LayoutError
-
 T = TypeVar("T")
-
-FORMAT = "ragged-layout"
-VERSION = 2  # 2 added `splits` to tensors; a layout without them is still written as version 1, to the same bytes
 
 
 @cache
@@ -23,54 +20,78 @@ def _adapter(cls: type) -> Any:
     return TypeAdapter(cls)
 
 
-def dump(layout: Any, indent: int | None) -> str:
-    """A layout as a document."""
-    values = _adapter(type(layout)).dump_python(layout, mode="json")
-    version = 2 if _drop_empty_splits(values) else 1
-    document = {"format": FORMAT, "version": version, **values}
-    return json.dumps(document, indent=indent, separators=None if indent else (",", ":"))
+@dataclass(frozen=True)
+class Document:
+    """A kind of JSON file that holds a dataclass.
 
-
-def load(cls: type[T], text: str | bytes) -> T:
-    """A value of type `cls` from a document.
-
-    Raises:
-      LayoutError: the text is no such document, or of a newer version, or breaks the schema; every fault is listed.
+    Attributes:
+      format: its name, as in the file.
+      version: the newest that this release reads.
+      kind: what messages call it.
+      error: what is raised when a file is not one.
+      since: fields that came with a later version than the first, with that version. Where all of them are empty a
+        value is written as it was before, to the same bytes.
     """
-    from pydantic import ValidationError
 
-    try:
-        document: Any = json.loads(text, object_pairs_hook=_object)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"not a layout file: {error}") from None
-    if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
-        raise LayoutError(f'not a layout file: it must be an object with "format": "{FORMAT}"')
-    version = document.pop("version", None)
-    if type(version) is int and version > VERSION:
-        raise LayoutError(f"the layout file has version {version}, this release reads up to {VERSION}: upgrade")
-    if type(version) is not int or version < 1:
-        raise LayoutError(f"version: {version!r} is not a known version (this release reads 1 to {VERSION})")
-    if version < 2 and _has(document, "splits"):
-        raise LayoutError(f"version: {version}, but the file has splits, which came with version 2")
-    try:
-        return _adapter(cls).validate_json(json.dumps(document))
-    except ValidationError as error:
-        faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
-        raise LayoutError("not a valid layout file:\n" + "\n".join(faults)) from None
+    format: str
+    version: int
+    kind: str
+    error: type[ValueError]
+    since: Mapping[str, int] = field(default_factory=dict)
+
+    def dump(self, value: Any, indent: int | None = None) -> str:
+        """A value as a document."""
+        values = _adapter(type(value)).dump_python(value, mode="json")
+        version = max((self.since[name] for name in _drop_empty(values, self.since)), default=1)
+        document = {"format": self.format, "version": version, **values}
+        return json.dumps(document, indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
+
+    def load(self, cls: type[T], text: str | bytes) -> T:
+        """A value of type `cls` from a document.
+
+        Raises:
+          ValueError: of this kind's type: the text is no such document, or of a newer version, or breaks the
+            schema; every fault is listed.
+        """
+        from pydantic import ValidationError
+
+        try:
+            document: Any = json.loads(text, object_pairs_hook=_object)
+        except (ValueError, RecursionError) as error:
+            raise self.error(f"not a {self.kind}: {error}") from None
+        if not isinstance(document, dict) or document.pop("format", None) != self.format:
+            raise self.error(f'not a {self.kind}: it must be an object with "format": "{self.format}"')
+        version = document.pop("version", None)
+        if type(version) is int and version > self.version:
+            raise self.error(
+                f"the {self.kind} has version {version}, this release reads up to {self.version}: upgrade"
+            )
+        if type(version) is not int or version < 1:
+            raise self.error(f"version: {version!r} is not a known version (this release reads 1 to {self.version})")
+        if early := sorted(name for name in _used(document, self.since) if self.since[name] > version):
+            came = ", ".join(f"{name}, which came with version {self.since[name]}" for name in early)
+            raise self.error(f"version: {version}, but the file has {came}")
+        try:
+            return _adapter(cls).validate_json(json.dumps(document))
+        except ValidationError as error:
+            faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
+            raise self.error(f"not a valid {self.kind}:\n" + "\n".join(faults)) from None
 
 
-def _drop_empty_splits(node: Any) -> bool:
-    """Takes out, in place, what version 1 did not know and this layout does not use; whether something is left."""
-    if isinstance(node, dict) and node.get("splits") == []:
-        del node["splits"]
+def _drop_empty(node: Any, names: Mapping[str, int]) -> set[str]:
+    """Takes empty fields of these names out, in place; which of the names are left."""
+    if isinstance(node, dict):
+        for name in names:
+            if name in node and not node[name]:
+                del node[name]
+    return _used(node, names, _drop_empty)
+
+
+def _used(node: Any, names: Mapping[str, int], below: Any = None) -> set[str]:
+    """Which of these names are fields somewhere in a document."""
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    left = [_drop_empty_splits(child) for child in children]
-    return (isinstance(node, dict) and "splits" in node) or any(left)
-
-
-def _has(node: Any, key: str) -> bool:
-    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return (isinstance(node, dict) and key in node) or any(_has(child, key) for child in children)
+    found = set(names) & set(node) if isinstance(node, dict) else set()
+    return found.union(*((below or _used)(child, names) for child in children))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from ._errors import STRICT, LayoutError
-from ._json import dump, load
+from ._json import Document
 from ._ragged_shard import RaggedShard, StridedRaggedShard
 from ._slab import Bucket, Placement, Slab
 from ._storage import can_be_tiled, cuts
 from ._tensor import TensorSpec
 
 MAX_SHARDS = 2**20
+LAYOUT_FILE = Document("ragged-layout", 2, "layout file", LayoutError, since={"splits": 2})
 
 
 class Location(NamedTuple):
@@ -184,7 +185,7 @@ class Layout:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The layout as a versioned JSON document."""
-        return dump(self, indent)
+        return LAYOUT_FILE.dump(self, indent)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Layout":
@@ -193,7 +194,7 @@ class Layout:
         Raises:
           LayoutError: naming every fault by its path, or that the file is of a newer version.
         """
-        return load(cls, text).check()
+        return LAYOUT_FILE.load(cls, text).check()
 
     def faults(self) -> list[str]:
         """Every way in which the layout breaks its own rules, by path; empty for a sound one."""

@@ -1,0 +1,177 @@
+"""What one rank writes: its files, and the part of the manifest that describes them."""
+
+import re
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from ..layout import Layout, itemsize
+from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_names, numel_of
+from ._safetensors import Entry, Written, bytes_of, entry_shape, write_bytes, write_safetensors
+
+_THREADS = 4
+
+K = TypeVar("K")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of a tensor that this rank saves.
+
+    Attributes:
+      tensor: its name.
+      region: which elements: one `(start, stop)` of the stored elements, or one for each dim.
+      data: them, in a contiguous buffer.
+      group: what is saved in the same file, normally a bucket.
+    """
+
+    tensor: str
+    region: Region
+    data: Any
+    group: str = ""
+
+
+def write_parts(
+    folder: Path, declared: Manifest, parts: Iterable[Part], layouts: Mapping[str, Layout], rank: int
+) -> Manifest:
+    """Writes the files of one rank, one for each group.
+
+    Args:
+      folder: that they go to.
+      declared: step, tensors (without pieces) and metadata, the same on all ranks.
+      parts: what this rank holds.
+      layouts: by prefix of tensor names. Rank 0 writes them.
+      rank: of the writer.
+
+    Returns:
+      This rank's part of the manifest.
+
+    Raises:
+      ValueError: a part is not one of a declared tensor; all of them are listed.
+      OSError: a file cannot be written.
+    """
+    parts = list(parts)
+    _check(declared.tensors, parts)
+    groups: dict[str, dict[str, list[Part]]] = defaultdict(lambda: defaultdict(list))
+    for part in parts:
+        if numel_of(part.region):
+            groups[part.group][part.tensor].append(part)
+    planned = {group: [j for of in tensors.values() for j in _joined(of)] for group, tensors in groups.items()}
+    names = _file_names(groups, rank)
+
+    def write(group: str) -> Written:
+        return write_safetensors(folder / names[group], _entries(declared.tensors, planned[group]))
+
+    files: list[FileEntry] = []
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for group, written in in_threads(write, list(groups)).items():
+        for part, offset in zip(planned[group], written.offsets, strict=True):
+            pieces[part.tensor].append(Piece(len(files), offset, part.region))
+        files.append(FileEntry(names[group], written.nbytes, written.crc32))
+    tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
+    layout_files: dict[str, str] = {}
+    for layout in dict.fromkeys(layouts.values()) if rank == 0 else ():
+        name = "layout.json" if not layout_files else f"layout-{len(set(layout_files.values()))}.json"
+        written = write_bytes(folder / name, layout.to_json().encode())
+        files.append(FileEntry(name, written.nbytes, written.crc32))
+        layout_files |= {prefix: name for prefix, of in layouts.items() if of == layout}
+    return replace(declared, files=tuple(files), tensors=declared.tensors | tensors, layouts=layout_files)
+
+
+def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
+    check_names(tensors)
+    wrong = []
+    for part in parts:
+        if (tensor := tensors.get(part.tensor)) is None:
+            wrong.append(f"  {part.tensor}: not declared")
+            continue
+        nbytes, given = numel_of(part.region) * itemsize(tensor.dtype), bytes_of(part.data).nbytes
+        if nbytes != given:
+            wrong.append(f"  {part.tensor}: {part.region} of {tensor.dtype} are {nbytes} bytes, given {given}")
+    wrong += (f"  {name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
+    if wrong:
+        raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
+
+
+def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
+    """`function` of each key, a few at a time. The first error stops the rest.
+
+    Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
+    background may still be going on.
+    """
+    results: dict[K, R] = {}
+    errors: list[BaseException] = []
+    waiting = list(reversed(keys))
+
+    def work() -> None:
+        while not errors:
+            try:
+                key = waiting.pop()
+            except IndexError:
+                return
+            try:
+                results[key] = function(key)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(keys)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return {key: results[key] for key in keys}
+
+
+class _Joined(NamedTuple):
+    """Parts of a tensor that follow each other, as one."""
+
+    tensor: str
+    region: Region
+    data: tuple[Any, ...]
+
+
+def _joined(parts: Sequence[Part]) -> Iterator[_Joined]:
+    """What devices of one rank hold of a tensor: ranges that follow each other become one."""
+    last: _Joined | None = None
+    for part in sorted(parts, key=lambda part: part.region):
+        if last and len(last.region) == len(part.region) == 1 and last.region[0][1] == part.region[0][0]:
+            last = last._replace(region=((last.region[0][0], part.region[0][1]),), data=(*last.data, part.data))
+            continue
+        if last:
+            yield last
+        last = _Joined(part.tensor, part.region, (part.data,))
+    if last:
+        yield last
+
+
+def _entries(tensors: Mapping[str, TensorEntry], parts: Sequence[_Joined]) -> list[Entry]:
+    entries, seen = [], defaultdict(int)
+    for part in parts:
+        tensor = tensors[part.tensor]
+        if tensor.tile is not None:
+            shape = (numel_of(part.region),)
+        elif len(part.region) == 1:
+            shape = entry_shape(tensor.placement().stored_shape, *part.region[0])
+        else:
+            shape = tuple(stop - start for start, stop in part.region)
+        seen[part.tensor] += 1
+        name = part.tensor if seen[part.tensor] == 1 else f"{part.tensor}#{seen[part.tensor]}"
+        entries.append(Entry(name, tensor.dtype, shape, part.data))
+    return entries
+
+
+def _file_names(groups: Iterable[str], rank: int) -> dict[str, str]:
+    names: dict[str, str] = {}
+    for group in groups:
+        stem = re.sub(r"[^A-Za-z0-9_-]+", ".", group).strip(".")[:120] or "root"
+        taken, number = stem, 2
+        while f"{taken}.{rank:05d}.safetensors" in names.values():
+            taken, number = f"{stem}-{number}", number + 1
+        names[group] = f"{taken}.{rank:05d}.safetensors"
+    return names
