@@ -1,5 +1,9 @@
 """What surrounds the training: the devices, each process's share of the batch, and the progress on the screen."""
 
+import socket
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +37,30 @@ def make_mesh(
     if jax.process_count() > 1 and devices not in (None, jax.device_count()):
         raise SystemExit(f"several processes use all their devices, {jax.device_count()} in all, not {devices}")
     return jax.make_mesh((devices or jax.device_count(),), ("fsdp",))
+
+
+def launch(num_processes: int) -> int:
+    """Runs this program once for each process, on this machine, and ends all of them when one fails.
+
+    Returns:
+      The exit code of the first to fail, or 0.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        shared = ["--coordinator", f"localhost:{probe.getsockname()[1]}", "--num-processes", str(num_processes)]
+    command = [sys.executable, *sys.argv, *shared, "--process-id"]
+    running = [subprocess.Popen([*command, str(i)]) for i in range(num_processes)]
+    try:
+        while True:
+            codes = [process.poll() for process in running]
+            if failed := [code for code in codes if code]:
+                return failed[0]
+            if None not in codes:
+                return 0
+            time.sleep(0.2)
+    finally:
+        for process in running:
+            process.kill()
 
 
 def on_mesh(batches: Iterator[np.ndarray], mesh: Mesh) -> Iterator[jax.Array]:

@@ -7,8 +7,10 @@
     python examples/train_gpt.py --save-every 20            # kill it at any moment ...
     python examples/train_gpt.py --save-every 20 --resume   # ... and go on, also with another --devices
 
-Several processes each bring their part of the devices, here on one machine (where jax can find the others
-itself, under Slurm, Open MPI or Kubernetes or on a TPU pod, it is `--coordinator auto`):
+    python examples/train_gpt.py --processes 2          # two processes, each with half of the devices and the batch
+
+Started by hand, on one machine or several (where jax can find the others itself, under Slurm, Open MPI or Kubernetes
+or on a TPU pod, it is `--coordinator auto`):
 
     for i in 0 1; do
         python examples/train_gpt.py --coordinator localhost:8476 --num-processes 2 --process-id $i &
@@ -33,7 +35,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from pictures import draw_losses
 from rich.console import Console
-from setting import make_mesh, mib, nbytes_per_device, on_mesh, progress_bar, settle
+from setting import launch, make_mesh, mib, nbytes_per_device, on_mesh, progress_bar, settle
 
 import ragged_jax as rj
 from ragged_jax.planner import draw, plan_table
@@ -57,6 +59,7 @@ class Config:
       held_out: how many bytes of the held-out files judge the model.
       sample: bytes to write in the end.
       seed: of the model and of the order of the text.
+      processes: start so many of this here, which share the devices and the batch.
       coordinator: host:port of process 0 when several run this, or auto.
       num_processes: how many run it.
       process_id: which of them this is.
@@ -76,6 +79,7 @@ class Config:
     held_out: int = 32768
     sample: int = 48
     seed: int = 0
+    processes: int | None = None
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
@@ -117,6 +121,8 @@ def sample_step(model: GPT, tokens: jax.Array, key: jax.Array, start: int) -> ja
 
 
 def main(config: Config) -> None:
+    if config.processes is not None and config.num_processes is None:
+        raise SystemExit(launch(config.processes))
     mesh = make_mesh(config.devices, config.coordinator, config.num_processes, config.process_id)
     console = Console(quiet=jax.process_index() > 0, highlight=False)
     batch_size = -(-config.batch // mesh.size) * mesh.size
@@ -126,9 +132,9 @@ def main(config: Config) -> None:
     judged = text.windows(corpus.held_out, num_judged, config.length)
     bigram = text.bigram_bits(corpus.train, judged)
 
-    model = GPT(config.model, rngs=nnx.Rngs(config.seed))
-    plan = rj.plan(model, mesh.size, units=Block, block=parse_block(config.block))
-    model = rj.fully_shard(model, mesh, axis="fsdp", units=Block, plan=plan)
+    make = lambda: GPT(config.model, rngs=nnx.Rngs(config.seed))
+    plan = rj.plan(nnx.eval_shape(make), mesh.size, units=Block, block=parse_block(config.block))
+    model = rj.fully_shard(make, mesh, axis="fsdp", units=Block, plan=plan)  # parameters are born as shards
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
     optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)

@@ -126,4 +126,19 @@ def test_a_filter_that_tears_a_packed_slab_apart():
     with pytest.raises(ValueError, match=r"cannot choose a part of a packed slab") as error:
         rj.value_and_grad(lambda m, x: 0.0, argnums=biases)(sharded, np.ones(7))
     assert "blocks/0/down/bias" in str(error.value)
-    assert "variable type of their own" in str(error.value)
+    assert "fully_shard(..., label=...)" in str(error.value)
+
+
+def test_patterns_that_match_nothing():
+    params = {"layer": {"kernel": np.ones((8, 8), np.float32)}}
+    low = rj.MixedPrecision("bfloat16")
+    for option, match in (
+        ({"block": {"*kernel": rj.rows(1), "*kernle": rj.rows(2)}}, r"block: the patterns '\*kernle' match nothing"),
+        ({"precision": {"": low, "layers": low}}, "precision: the patterns 'layers' match nothing"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            rj.shard_tree(params, make_mesh(4), axis="fsdp", units="layer", **option)
+        with pytest.raises(ValueError, match=match):
+            rj.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", **option)
+    with pytest.raises(ValueError, match=r"'\*/kernle' match nothing; the names are 'layer/kernel'"):
+        rj.plan(params, 4, block={"*/kernle": rj.rows(2)})

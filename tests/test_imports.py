@@ -50,6 +50,13 @@ def test_the_probe_can_fail(module):
     assert "brought in" in result.stderr
 
 
+@pytest.mark.parametrize(("imports", "passes"), [("torch_bridge", True), ("torch_bridge, jax", False)])
+def test_jax_stays_out_of_the_torch_bridge(imports, passes):
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    result = probe(f"import {imports}; [sys.modules.pop(m, None) for m in list(sys.modules) if m == 'torch']")
+    assert (result.returncode == 0) == passes, result.stderr
+
+
 @pytest.mark.parametrize(("imports", "passes"), [("ragged_jax.fsdp, ragged_jax.adapters", True), ("torch", False)])
 def test_torch_stays_out(tmp_path, imports, passes):
     """With a torch there to be imported, whether or not the real one is installed."""
@@ -73,26 +80,41 @@ def test_the_public_surface():
         "Checkpoint",
         "CheckpointError",
         "Checkpointer",
+        "DynamicLossScale",
         "Layout",
         "LayoutError",
         "MixedPrecision",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
+        "all_finite",
         "apply",
+        "check_same_on_all_processes",
+        "combine",
+        "compiler_options",
+        "describe",
         "elements",
+        "find_nonfinite",
         "full_params",
         "fully_shard",
+        "get",
         "get_layout",
+        "labelled",
+        "norms",
+        "offload",
+        "partition",
         "plan",
+        "quantisation_error",
         "replicated",
         "rows",
         "shard_like",
         "shard_tree",
         "tile",
+        "to_memory",
         "unshard",
         "unsharded",
         "value_and_grad",
+        "varying",
         "whole",
     ]
     parameters = {
@@ -101,7 +123,10 @@ def test_the_public_surface():
     assert parameters == {
         "fully_shard": [
             "model", "mesh", "axis", "units", "block", "stacked", "wrt", "plan", "reshard_after_forward", "policy",
-            "precision",
+            "precision", "label", "specs", "check_processes",
         ],
-        "shard_tree": ["params", "mesh", "axis", "block", "units", "stacked", "plan", "precision"],
+        "shard_tree": [
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
+            "check_processes",
+        ],
     }  # fmt: skip

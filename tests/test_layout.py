@@ -152,7 +152,7 @@ def test_a_malformed_file_gives_every_fault_by_path():
         ("[1]", "must be an object"),
         ("[" * 100_000, "not a layout file"),
         ('{"format": "safetensors"}', "must be an object with"),
-        ('{"format": "ragged-layout", "version": 2}', "version 2, this release reads up to 1: upgrade"),
+        ('{"format": "ragged-layout", "version": 3}', "version 3, this release reads up to 2: upgrade"),
         ('{"format": "ragged-layout", "version": "1"}', "not a known version"),
         ('{"format": "ragged-layout"}', "not a known version"),
     ],

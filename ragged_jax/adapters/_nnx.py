@@ -9,26 +9,39 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
+    LabelRule,
+    Part,
     PrecisionRule,
+    ReshardRule,
+    SlabOf,
+    Specs,
+    SplitRule,
     Unit,
     as_argument,
+    check_layout_on_all_processes,
+    create,
     fold_in_device,
     full_params_registry,
     groups_of,
+    label_groups,
     make_layout,
+    one_kind,
+    params_in,
+    parts_of,
     precision_for,
+    reshard_flags,
     shard_like_registry,
     units_of,
 )
 from ..fsdp import _check as check
 from ..layout import BlockRule, Layout, Slab, elements
 from ..planner import Group, Plan
-from ._nnx_find import ModuleUnits, Path, find, get_path, join
-from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of
+from ._nnx_find import ModuleUnits, Owned, Path, find, get_path, join
+from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of, stand_in
 
 
 def fully_shard(
-    model: nnx.Module,
+    model: nnx.Module | Callable[[], nnx.Module],
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...],
@@ -37,14 +50,19 @@ def fully_shard(
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
     plan: Plan | Layout | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: ReshardRule = True,
     policy: Callable | None = None,
     precision: PrecisionRule = None,
+    label: LabelRule = None,
+    specs: Specs | None = None,
+    check_processes: bool = True,
 ) -> nnx.Module:
     """Spreads a Flax NNX model's parameters over a mesh axis, in place.
 
     Args:
-      model: the module. Its other variables (statistics, random state) are replicated.
+      model: the module. Its other variables (statistics, random state) are replicated. Or a function of no
+        arguments that makes it: its parameters are then born as shards, with the same bits, and nothing is ever
+        whole (see `create`).
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       units: which submodules gather their parameters when they are called and drop them afterwards: a class,
@@ -55,10 +73,22 @@ def fully_shard(
       wrt: the type of the variables to shard.
       plan: a plan or layout to follow instead of making one.
       reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them.
+        called under `jax.remat` anyway, False saves a gather: the remat drops them. A mapping from patterns of
+        units' paths to bools decides for each unit; an int k is True for all but the last k units in the order of
+        the module tree, whose weights backward needs first. A stack counts as one unit: the layers of a scan share
+        one program, so that all of them drop their weights or none.
       policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
         gathered weights and what cheap arithmetic makes again.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      label: names for parts that are to be trained apart, such as those that are frozen at first: a mapping from
+        path patterns to labels, or a function of the path. Parameters of different labels never share a slab, so
+        that a filter can choose between them; see `labelled`.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes. By default what the
+        variables say themselves (`nnx.with_partitioning`).
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
@@ -69,24 +99,62 @@ def fully_shard(
       TypeError: parameters that are not numeric arrays.
     """
     axes = check.mesh_axes(mesh, axis)
+    make = None if isinstance(model, nnx.Module) else model
+    model = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
-    groups = [own.group(block or elements(1)) for own in owned]
+    groups = label_groups((own.group(block or elements(1)) for own in owned), label)
+    groups = SplitRule.of(mesh, axes, specs).split(groups, _known_specs(owned))
+    one_kind(mesh, axes, groups)
+    check.block_patterns(block, groups)
+    check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    _replicate_state(model, wrt, mesh)
-    for own in reversed(owned):  # innermost first: a unit may hold units
-        unit = Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision))
-        slabs = unit.shard({name: variable.get_value() for name, (variable, _) in own.params.items()})
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
+    made = [
+        Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
+    ]
+    if make is None:
+        _replicate_state(model, wrt, mesh)
+        slabs = {unit.bucket.name: unit.shard(_values(own)) for unit, own in zip(made, owned, strict=True)}
+    else:
+        slabs, state = create(lambda: _made(make(), wrt, units, stacked), made)
+        nnx.update(model, state)
+    reshard = {"": True, **reshard_flags(reshard_after_forward, [own.name for own in owned[1:]])}
+    for unit, own in zip(reversed(made), reversed(owned), strict=True):  # innermost first: a unit may hold units
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard_after_forward, policy), slabs)
+        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard[own.name], policy), slabs[own.name])
     return model
+
+
+def _known_specs(owned: list[Owned]) -> dict[str, PartitionSpec]:
+    """What variables say of themselves, as `nnx.with_partitioning` leaves it; flax's logical axis rules apply."""
+    known = {name: variable for own in owned for name, (variable, _) in own.params.items()}
+    return {name: spec.get_raw_value() for name, spec in nnx.get_partition_spec(known).items()}
+
+
+def _values(own: Owned) -> dict[str, Any]:
+    return {name: variable.get_value() for name, (variable, _) in own.params.items()}
+
+
+def _made(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) -> tuple[dict[str, Any], Any]:
+    """A model's parameters by name, and what else there is of it."""
+    params = {name: x for own in find(model, wrt, units, stacked) for name, x in _values(own).items()}
+    return params, _state(model, wrt)
+
+
+def _state(model: nnx.Module, wrt: Any) -> nnx.State:
+    return nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
 
 
 def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     everywhere = NamedSharding(mesh, PartitionSpec())
-    state = nnx.state(model, nnx.All(nnx.Variable, nnx.Not(wrt)))
-    if not any(check.is_traced(x) for x in jax.tree.leaves(state)):
+    state = _state(model, wrt)
+    leaves = jax.tree.leaves(state)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
+    elif not any(check.is_traced(x) for x in leaves):
         nnx.update(model, jax.device_put(state, everywhere))
 
 
@@ -134,8 +202,8 @@ def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
             votes: dict[bool, list[str]] = {True: [], False: []}
             for tensor in (p.tensor for p in slab.placements):
                 place = paths[tensor.name][0]
-                stand_in = get_path(module, place).variable_type(None)
-                votes[bool(predicate((*path, *place), stand_in))].append(tensor.name)
+                variable = stand_in(get_path(module, place), SlabOf(info.unit, slab.name))
+                votes[bool(predicate((*path, *place), variable))].append(tensor.name)
             verdicts[_slab_path(path, info, slab)] = bool(votes[True])
             if votes[True] and votes[False]:
                 torn.append(f"  {', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
@@ -143,7 +211,7 @@ def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
         raise ValueError(
             "a filter cannot choose a part of a packed slab; these tensors share one:\n"
             + "\n".join(torn)
-            + "\nChoose all of them, or give those to be chosen a variable type of their own before sharding."
+            + "\nChoose all of them, or keep them apart when they are sharded: `fully_shard(..., label=...)`."
         )
     return lambda path, leaf: isinstance(leaf, sharded) and verdicts.get(path, predicate(path, leaf))
 
@@ -178,6 +246,26 @@ def _(model: nnx.Module) -> list[Unit]:
     return [info.unit for _, _, info in _units(model)]
 
 
+@parts_of.register
+def _(model: nnx.Module) -> list[Part]:
+    return [
+        Part(
+            info.unit,
+            info.slabs(module),
+            {name: tuple(join((*path, *p)) for p in paths[1:]) for name, paths in info.paths if len(paths) > 1},
+            info.reshard and path != (),  # the root is gathered at the start of a step
+        )
+        for path, module, info in _units(model)
+    ]
+
+
+@params_in.register
+def _(model: nnx.Module) -> nnx.State:
+    if (info := info_of(model)) is None:
+        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
+    return nnx.state(model, info.wrt)
+
+
 @groups_of.register
 def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
     return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
@@ -185,9 +273,7 @@ def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUn
 
 @full_params_registry.register
 def _(model: nnx.Module, like: Any = None) -> nnx.State:
-    if (info := info_of(model)) is None:
-        raise TypeError(f"{type(model).__name__} is not fully sharded, or a part of what is: give the whole model")
-    return full_params_registry(nnx.state(model, info.wrt), model)
+    return full_params_registry(params_in(model), model)
 
 
 @full_params_registry.register

@@ -159,7 +159,7 @@ def _marker(variable: nnx.Variable, tensor: Any, slab: Slab) -> PackedTensor:
         None,
         tensor=tensor.name,
         slab=slab.name,
-        shape=tensor.shape,
+        shape=tensor.full_shape,
         dtype=tensor.dtype,
         variable_type=type(variable),
         original=_Metadata(original),
@@ -172,9 +172,19 @@ def spec_of(variable: Any) -> PartitionSpec:
     return metadata["out_sharding"] if metadata.get(_INFO) else PartitionSpec()
 
 
+def slab_of_variable(variable: nnx.Variable) -> SlabOf | None:
+    """Which slab a variable is, or None for an ordinary one."""
+    return variable.get_metadata().get(_INFO)
+
+
+def stand_in(marker: PackedTensor, of: SlabOf) -> nnx.Variable:
+    """A variable such as the packed tensor was, without a value, for filters to look at."""
+    return marker.variable_type(None, **{_INFO: of})
+
+
 @slabs_in.register
 def _(variable: nnx.Variable) -> nnx.Variable:
-    of = variable.get_metadata().get(_INFO)
+    of = slab_of_variable(variable)
     return jax.tree.map(lambda x: of or x, variable)
 
 

@@ -1,12 +1,13 @@
 """How a sharded model passes through `shard_map`: the protocol between the transforms and the adapters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
 import jax
 
+from ._leaves import SlabOf, leaves_of
 from ._tree import ShardedTree
 from ._unit import Unit
 from ._unsharded import unshard
@@ -26,6 +27,7 @@ class Argument:
       close: the state that the user's function left behind, as a pytree of local arrays.
       commit: outside again, what to do with that state. The same on all devices by then.
       grads: from the gradient of `params`, what the user gets.
+      slabs: for each leaf of `params` which slab it is, or None.
       undifferentiable: names of the parameters that have no gradient because they are integers.
     """
 
@@ -37,7 +39,12 @@ class Argument:
     close: Callable[[Any], Any] = lambda model: ()
     commit: Callable[[Any], None] = lambda state: None
     grads: Callable[[Any], Any] = lambda grads: grads
+    slabs: Sequence[SlabOf | None] = ()
     undifferentiable: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if not self.slabs:
+            object.__setattr__(self, "slabs", [leaf.of for leaf in leaves_of(self.params)])
 
 
 @singledispatch
@@ -71,13 +78,15 @@ def _(model: ShardedTree, wrt: Any = None) -> Argument:
         specs=(pick(specs, True), pick(specs, False)),
         open=lambda params, state, axes: unshard(join(params, state)),
         grads=lambda grads: join(grads, [jax.numpy.zeros_like(x) for x in pick(leaves, False)]),
+        slabs=pick([leaf.of for leaf in leaves_of(model)], True),
         undifferentiable=tuple(_integers(model)),
     )
 
 
 def model_specs(tree: ShardedTree) -> ShardedTree:
     """A tree of the same structure with each array's partition spec."""
-    slabs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
+    specs = {slab.name: tree.unit.spec(slab) for slab in tree.unit.bucket.slabs}
+    slabs = {name: None if tree.slabs[name] is None else spec for name, spec in specs.items()}
     return tree.replace(slabs, {name: model_specs(child) for name, child in tree.children.items()})  # type: ignore
 
 
@@ -87,6 +96,7 @@ def _integers(tree: ShardedTree) -> list[str]:
         tensor.name
         for slab in tree.unit.bucket.slabs
         for tensor in (p.tensor for p in slab.placements)
-        if not jax.numpy.issubdtype(tree.slabs[slab.name].dtype, jax.numpy.inexact)
+        if tree.slabs[slab.name] is not None
+        and not jax.numpy.issubdtype(tree.slabs[slab.name].dtype, jax.numpy.inexact)
     ]
     return own + [name for child in tree.children.values() for name in _integers(child)]

@@ -3,6 +3,7 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from ..layout import TensorSpec
+from ..planner import Group
 
 
 def mesh_axes(mesh: Mesh, axis: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -54,6 +56,21 @@ def distinct(names: Sequence[str]) -> None:
         raise ValueError(f"paths must be unique, keys with a slash make these ambiguous: {', '.join(repeated)}")
 
 
+def patterns_match(option: str, rule: Any, names: Sequence[str]) -> None:
+    """Raises ValueError for patterns of a mapping that match none of the names: a typo would go unnoticed."""
+    idle = [p for p in rule if not any(fnmatchcase(name, p) for name in names)] if isinstance(rule, Mapping) else []
+    if idle:
+        listing = ", ".join(repr(name) for name in names[:20]) + (", ..." if len(names) > 20 else "")
+        raise ValueError(
+            f"{option}: the patterns {', '.join(map(repr, idle))} match nothing; the names are {listing}"
+        )
+
+
+def block_patterns(rule: Any, groups: Iterable[Group]) -> None:
+    """The same for a rule that gives tensors their blocks."""
+    patterns_match("block", rule, [tensor.name for group in groups for tensor in group.tensors])
+
+
 def arrays_only(leaves: Mapping[str, Any]) -> None:
     """Raises TypeError when a leaf that should be sharded is not a numeric array."""
     bad = [f"  {name}: {_describe(leaf)}" for name, leaf in leaves.items() if not is_array(leaf)]
@@ -82,13 +99,16 @@ def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
         )
 
 
-def batch_divides(leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tuple[str, ...]) -> None:
-    """Raises ValueError when dim 0 of a batch leaf does not divide over the devices."""
-    bad = [f"  {name}: shape {x.shape}" for name, x in leaves if x.shape[0] % num_devices]
+def batch_divides(
+    leaves: Iterable[tuple[str, Any]], num_devices: int, axes: tuple[str, ...], num_microbatches: int = 1
+) -> None:
+    """Raises ValueError when dim 0 of a batch leaf does not divide over the devices and microbatches."""
+    bad = [f"  {name}: shape {x.shape}" for name, x in leaves if x.shape[0] % (num_devices * num_microbatches)]
     if bad:
+        parts = f", and on each into {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise ValueError(
-            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}), and these do not "
-            "divide:\n"
+            f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}){parts}, and these "
+            "do not divide:\n"
             + "\n".join(bad)
             + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
             "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "

@@ -1,12 +1,16 @@
 """Functions on any sharded model; an adapter registers its own kind of model with them."""
 
+from collections.abc import Mapping
 from functools import singledispatch
 from typing import Any
 
 from .. import planner
 from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
-from ._tree import ShardedTree, tree_groups
+from . import _check as check
+from ._labels import LabelRule, label_groups
+from ._split_rule import Specs, SplitRule
+from ._tree import ShardedTree, tree_groups, units_in
 from ._unit import Unit
 
 
@@ -82,6 +86,9 @@ def plan(
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
+    label: LabelRule = None,
+    specs: Specs | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> Plan:
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
@@ -89,7 +96,9 @@ def plan(
     Args:
       model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
-      block, units, stacked: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
+      specs: as for them; the variables of a Flax module are not asked.
+      axis_sizes: of the mesh axes that the specs name, e.g. `{"tp": 4}`.
       options: of `ragged_jax.planner.plan`, such as `profile`, `storage`, `axis_order` and `shares`.
 
     Example:
@@ -97,7 +106,11 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    return planner.plan(groups_of(model, block, units, stacked), num_shards, **options)
+    groups = label_groups(groups_of(model, block, units, stacked), label)
+    if specs:
+        groups = SplitRule(axis_sizes or {}, specs).split(groups, {})
+    check.block_patterns(block, groups)
+    return planner.plan(groups, num_shards, **options)
 
 
 @full_params_registry.register
@@ -115,4 +128,4 @@ def _(like: ShardedTree, tree: Any) -> ShardedTree:
 
 @units_of.register
 def _(model: ShardedTree) -> list[Unit]:
-    return [model.unit, *(unit for child in model.children.values() for unit in units_of(child))]
+    return units_in(model)

@@ -11,10 +11,10 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes over which a traced value may differ."""
-    kind = jax.typeof(x)
-    if hasattr(kind, "vma"):  # the name of other jax releases
-        return kind.vma
-    return kind.manual_axis_type.varying
+    kind: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    if hasattr(kind, "manual_axis_type"):
+        return kind.manual_axis_type.varying
+    return kind.vma  # the name of other jax releases
 
 
 def vary(x: Any, axes: Sequence[str]) -> Any:

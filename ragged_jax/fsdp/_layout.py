@@ -37,6 +37,7 @@ def make_layout(
             tensor.shape,
             tensor.dtype,
             tensor.label,
+            tensor.splits,
             *([tensor.block] if same_blocks else []),
         )
 

@@ -24,6 +24,7 @@ _COPIES = frozenset(
         "reduce_precision",
         "reshape",
         "rev",
+        "sharding_constraint",
         "slice",
         "squeeze",
         "transpose",
@@ -59,8 +60,16 @@ def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
 
 def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
-        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+        return _gathers(call) or all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+    if primitive.name == "shard_map":  # over the axes that split tensors
+        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in params["jaxpr"].eqns)
     return primitive.name in _COPIES or primitive.name in _ARITHMETIC
+
+
+def _gathers(jaxpr: Any) -> bool:
+    """Whether a program gathers weights, which it may quantise before and dequantise after."""
+    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    return any(eqn.primitive.name == "all_gather" for eqn in jaxpr.eqns) or any(map(_gathers, inner))
 
 
 def resharding(run: Callable, policy: Callable | None, scanned: bool) -> Callable:

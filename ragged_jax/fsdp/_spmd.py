@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,7 +13,16 @@ from jax.tree_util import keystr, tree_flatten_with_path
 from . import _check as check
 from ._argument import Argument
 from ._joined import Joined, paths, vary
+from ._memory import to_memory
+from ._splits import auto, closed, only, opened, opened_spec, others
 from ._unit import pin
+
+_CARRY = (
+    "What happened: the function runs on every device with its share of the batch, and jax knows of each value "
+    "whether it differs between devices. One made inside, such as `jnp.zeros(...)`, does not, but a loop carry (or "
+    "the other branch) that depends on the batch does. Mark the first one with `ragged_jax.varying`, as in "
+    "`lax.scan(body, rj.varying(jnp.zeros(...)), xs)`. It changes no number."
+)
 
 
 @jax.tree_util.register_pytree_node_class
@@ -36,9 +46,16 @@ class Call:
     Args:
       models: by position, the arguments that are sharded models.
       args, kwargs: all arguments as the user gave them.
+      num_microbatches: into how many parts each device's share of the batch is split.
     """
 
-    def __init__(self, models: Mapping[int, Argument], args: Sequence[Any], kwargs: Mapping[str, Any]):
+    def __init__(
+        self,
+        models: Mapping[int, Argument],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_microbatches: int = 1,
+    ):
         self.models = models
         unit = next(model.unit for model in models.values() if model.unit is not None)
         self.mesh, self.axes = unit.mesh, unit.axes
@@ -48,7 +65,8 @@ class Call:
         self._leaves = [leaf for _, leaf in flat]
         self._specs = [_leaf_spec(leaf, self.axes) for leaf in self._leaves]
         split = [(_argument_name(path), leaf) for path, leaf in flat if _is_split(leaf)]
-        check.batch_divides(split, self.num_devices, self.axes)
+        check.batch_divides(split, self.num_devices, self.axes, num_microbatches)
+        self.is_split = [_is_split(leaf) for leaf, spec in self._pairs() if spec is not None]
 
     def run(self, function: Callable, params: Mapping, state: Mapping, batch: Sequence) -> tuple[Any, dict]:
         """Inside `shard_map`: the function's output, and the state that it left in the models."""
@@ -56,7 +74,12 @@ class Call:
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
         args, kwargs = jax.tree.unflatten(self._treedef, leaves)
         opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
-        out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        try:
+            out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+        except TypeError as error:
+            if "manual axis types do not match" not in str(error):
+                raise
+            raise TypeError(f"{error}\n\n{_CARRY}") from error
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
     def _pairs(self):
@@ -73,24 +96,14 @@ class Call:
         """Inside: the mean over the devices, the same on all."""
         return lax.pmean(vary(x, self.axes), self.axes)
 
-    def mean_grads(self, index: int, grads: Any) -> Any:
-        """Inside: the gradient with its replicated leaves averaged.
-
-        Those of sharded leaves are means already; autodiff sums the others over the devices, because the cast
-        of a replicated value to a varying one transposes to a sum.
-        """
-        leaves, treedef = jax.tree.flatten(grads)
-        specs = _flat_specs(self.models[index].specs[0])
-        mean = [g / self.num_devices if spec == PartitionSpec() else g for g, spec in zip(leaves, specs, strict=True)]
-        return jax.tree.unflatten(treedef, mean)
-
-    def spmd(self, body: Callable, indices: Sequence[int]) -> tuple[Any, Any, dict]:
+    def spmd(self, body: Callable, indices: Sequence[int], scale: Any = None) -> tuple[Any, Any, dict]:
         """Runs `body` on every device and commits the state that it leaves.
 
         Args:
-          body: of this call, params, state and batch; returns a replicated loss, any output, the closed state
+          body: of this call, params, state, batch and scale; returns a replicated loss, any output, the closed state
             by model, and the gradients of the models at `indices`.
           indices: which models have gradients.
+          scale: a scalar that every device gets, or None.
 
         Returns:
           The loss, the output with its leaves joined (see `apply`), and the gradients by model.
@@ -98,43 +111,71 @@ class Call:
         state = {i: m.state for i, m in self.models.items()}
         output, left = Joined(self.axes), Joined(self.axes, known=paths(state))
 
-        def local(params, state, batch):
-            loss, out, closed, grads = body(self, params, state, batch)
+        def local(params, state, batch, scale):
+            loss, out, closed, grads = body(self, params, state, batch, scale)
             return loss, output.split(out), left.split(closed), grads
 
         inputs = (
             {i: m.params for i, m in self.models.items()},
             state,
             [leaf for leaf, spec in self._pairs() if spec is not None],
+            None if scale is None else jax.numpy.asarray(scale, "float32"),
         )
         in_specs = (
             {i: m.specs[0] for i, m in self.models.items()},
             {i: m.specs[1] for i, m in self.models.items()},
             [spec for spec in self._specs if spec is not None],
+            None if scale is None else PartitionSpec(),
         )
         joined = {"whole": PartitionSpec(), "split": PartitionSpec(self.axes)}
         out_specs = (PartitionSpec(), joined, joined, {i: self.models[i].specs[0] for i in indices})
-        run = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self.axes),
-            check_vma=True,
-        )
-        loss, out, closed, grads = self._enter(run, inputs, in_specs)
+        loss, out, closed, grads = self._enter(self._mapped(local, in_specs, out_specs), inputs, in_specs)
         for i, model_state in left.join(closed).items():
             self.models[i].commit(model_state)
         return loss, output.join(out), grads
 
+    def _mapped(self, local: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`shard_map` of a function over the axes of the batch, from and to arrays at rest.
+
+        What the specs say of other axes holds outside. Inside, these axes are automatic.
+        """
+        names = tuple(sorted({n for spec in flat_specs((in_specs, out_specs)) for n in others(spec, self.axes)}))
+        inner = [
+            jax.tree.map(lambda s: only(opened_spec(s, self.axes), self.axes), specs, is_leaf=_is_spec)
+            for specs in (in_specs, out_specs)
+        ]
+        mapped = partial(
+            jax.shard_map, local, in_specs=inner[0], out_specs=inner[1], axis_names=set(self.axes), check_vma=True
+        )
+        if not names:
+            return mapped(mesh=self.mesh)
+
+        def run(*inputs: Any) -> Any:
+            here = jax.sharding.get_abstract_mesh()
+            mesh = self.mesh if here.empty else here
+            specs = flat_specs(_spread(in_specs, inputs))
+            leaves, treedef = jax.tree.flatten(inputs)
+            entering = [opened(x, spec, self.axes, mesh) for x, spec in zip(leaves, specs, strict=True)]
+            *out, grads = mapped(mesh=mesh)(*jax.tree.unflatten(treedef, entering))
+            shapes = {i: [x.shape for x in jax.tree.leaves(self.models[i].params)] for i in grads}
+            return (*out, {i: self._at_rest(i, g, shapes[i], mesh) for i, g in grads.items()})
+
+        return auto(run, names, self.mesh, out_specs)
+
+    def _at_rest(self, index: int, grads: Any, shapes: list[tuple[int, ...]], mesh: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(grads)
+        triples = zip(leaves, shapes, flat_specs(self.models[index].specs[0]), strict=True)
+        return jax.tree.unflatten(treedef, [closed(g, shape, s, self.axes, mesh) for g, shape, s in triples])
+
     def _enter(self, run: Callable, inputs: Any, in_specs: Any) -> Any:
         """Calls `run` with its inputs where it wants them, under jit in any case."""
         leaves, treedef = jax.tree.flatten(inputs)
-        specs = _flat_specs(jax.tree.map(lambda s, sub: _broadcast(s, sub), in_specs, inputs, is_leaf=_is_spec))
+        specs = flat_specs(_spread(in_specs, inputs))
         shardings = [NamedSharding(self.mesh, spec) for spec in specs]
         if not any(check.is_traced(x) for x in leaves):
             placed = [jax.device_put(x, s) for x, s in zip(leaves, shardings, strict=True)]
             return jax.jit(run)(*jax.tree.unflatten(treedef, placed))
+        leaves = [to_memory(x, "device") for x in leaves]
         if AxisType.Explicit in self.mesh.axis_types:
             leaves = [pin(x, s) for x, s in zip(leaves, shardings, strict=True)]
         return run(*jax.tree.unflatten(treedef, leaves))
@@ -147,6 +188,24 @@ def fold_in_device(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     for _ in range(key.ndim):
         fold = jax.vmap(fold, in_axes=(0, None))
     return fold(key, index)
+
+
+def varying(tree: Any) -> Any:
+    """Marks arrays made inside a function given to `value_and_grad` or `apply` as ones that may differ by device.
+
+    Inside, jax knows of every value whether it differs between devices, and a `zeros` does not. It cannot be the
+    first carry of a `lax.scan` whose body adds something that depends on the batch; `varying(zeros)` can. Anywhere
+    else the arrays are returned as they are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def total(x):
+      ...     return jax.lax.scan(lambda sum_, row: (sum_ + row, None), varying(jnp.zeros(3)), x)[0]
+      >>> total(jnp.ones((4, 3))).tolist()
+      [4.0, 4.0, 4.0]
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    return jax.tree.map(lambda x: vary(x, axes), tree) if axes else tree
 
 
 def _is_split(leaf: Any) -> bool:
@@ -170,9 +229,11 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _broadcast(spec: PartitionSpec, subtree: Any) -> Any:
-    return jax.tree.map(lambda _: spec, subtree)
+def _spread(specs: Any, tree: Any) -> Any:
+    """A tree with the spec of each leaf, where one spec may stand for a subtree."""
+    return jax.tree.map(lambda s, sub: jax.tree.map(lambda _: s, sub), specs, tree, is_leaf=_is_spec)
 
 
-def _flat_specs(specs: Any) -> list[PartitionSpec]:
+def flat_specs(specs: Any) -> list[PartitionSpec]:
+    """The partition specs in a pytree of them, in the order of its leaves."""
     return jax.tree.leaves(specs, is_leaf=_is_spec)

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
+from ._accumulate import Variables, microbatches
 from ._argument import Argument, as_argument
 from ._joined import vary
+from ._loss_scale import unscaled
 from ._spmd import Call
 
 
@@ -18,6 +21,10 @@ def value_and_grad(
     has_aux: bool = False,
     *,
     allow_int: bool = False,
+    num_microbatches: int = 1,
+    reduce: Literal["once", "each"] = "once",
+    accumulate_dtype: DTypeLike | None = None,
+    loss_scale: ArrayLike | None = None,
 ) -> Callable:
     """`jax.value_and_grad` for a sharded model: the batch is split over the devices, the loss is their mean.
 
@@ -32,6 +39,17 @@ def value_and_grad(
       has_aux: whether the function returns `(loss, aux)`; for what becomes of aux, see `apply`.
       allow_int: gives integer leaves of a pytree a zero gradient instead of refusing them. Mask them from
         the optimizer: weight decay would move them.
+      num_microbatches: runs every device's share of the batch in so many parts, one after the other, and adds up
+        their gradients: gradient accumulation. State that the function leaves passes from one to the next, random
+        keys differ; aux arrays are concatenated in the order of the batch, what is the same on all devices is
+        averaged.
+      reduce: with several microbatches, `"once"` adds up the gradients of whole slabs on each device and reduces
+        the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
+        each microbatch and adds up shards.
+      accumulate_dtype: to add up in; by default that of the parameters.
+      loss_scale: a number, or an array that differs from step to step (`DynamicLossScale(...).value`), by which the
+        loss is multiplied before it is differentiated, and by which the gradients are divided in float32 after
+        they are reduced. The loss that is returned is not scaled; what overflowed stays infinite or NaN.
 
     Returns:
       A function of the same arguments that returns what `jax.value_and_grad` returns: the mean loss (and aux),
@@ -40,27 +58,59 @@ def value_and_grad(
     Raises:
       TypeError: an argument to differentiate is not a sharded model, or holds integers.
       ValueError: a batch that does not divide, with every bad leaf.
+
+    Example:
+      >>> from ragged_jax.fsdp import full_params, shard_tree
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+      >>> params = shard_tree({"w": jnp.ones(3)}, mesh, axis="fsdp")
+      >>> x = jnp.ones((4 * jax.device_count(), 3))
+      >>> loss, grads = value_and_grad(lambda p, x: (x @ p["w"]).mean(), num_microbatches=4)(params, x)
+      >>> float(loss), full_params(grads)["w"].tolist()
+      (3.0, [1.0, 1.0, 1.0])
     """
+    if num_microbatches < 1 or reduce not in ("once", "each"):
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1, reduce={reduce!r} once or each")
 
     @wraps(function)
     def wrapped(*args, **kwargs):
         indices, wrt = _argnums(argnums, len(args))
         models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
 
-        def body(call: Call, params, state, batch):
-            def local_loss(chosen):
+        def body(call: Call, params, state, batch, scale):
+            num, whole = num_microbatches, num_microbatches > 1 and reduce == "once"
+            variables = {
+                i: Variables(models[i], params[i], call.axes, num, whole, accumulate_dtype if num > 1 else None)
+                for i in indices
+            }
+
+            def forward(values, state, batch):
+                chosen = {i: variables[i].params(values[i]) for i in indices}
                 out, closed = call.run(function, {**params, **chosen}, state, batch)
                 loss, aux = out if has_aux else (out, None)
                 if jnp.shape(loss) != ():
                     raise TypeError(f"the loss must be a scalar, got shape {jnp.shape(loss)}")
                 # A loss that was reduced already is one loss, not one of many with the same value.
-                return vary(loss, call.axes), (aux, closed)
+                loss = vary(loss, call.axes)
+                return loss if scale is None else loss.astype(jnp.float32) * scale, (loss, aux, closed)
 
-            chosen = {i: params[i] for i in indices}
-            (loss, (aux, closed)), grads = jax.value_and_grad(local_loss, has_aux=True)(chosen)
-            return call.mean(loss), aux, closed, {i: call.mean_grads(i, grads[i]) for i in indices}
+            def step(state, batch):
+                values = {i: variables[i].values() for i in indices}
+                run = jax.value_and_grad(forward, has_aux=True)
+                (_, (loss, aux, closed)), grads = run(values, state, batch)
+                return loss, aux, closed, grads
 
-        loss, aux, grads = Call(models, args, kwargs).spmd(body, indices)
+            if num == 1:
+                loss, aux, closed, sums = step(state, batch)
+            else:
+                values = {i: variables[i].values() for i in indices}
+                zeros = {i: variables[i].zeros(values[i]) for i in indices}
+                left = lambda state, batch: forward(values, state, batch)[1][2]
+                loss, aux, closed, sums = microbatches(call, step, left, zeros, state, batch, num)
+            grads = {i: variables[i].gradient(sums[i]) for i in indices}
+            return call.mean(loss), aux, closed, unscaled(grads, scale)
+
+        call = Call(models, args, kwargs, num_microbatches)
+        loss, aux, grads = call.spmd(body, indices, loss_scale)
         grads = tuple(models[i].grads(grads[i]) for i in indices)
         value = (loss, aux) if has_aux else loss
         return value, (grads if isinstance(argnums, Sequence) else grads[0])
@@ -84,7 +134,7 @@ def apply(function: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         models = _models(args, {}, allow_int=True)
 
-        def body(call: Call, params, state, batch):
+        def body(call: Call, params, state, batch, _):
             out, closed = call.run(function, jax.tree.map(_constant, params), state, batch)
             return None, out, closed, {}
 

@@ -12,8 +12,12 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten
 from ..layout import BlockRule, Layout, TensorSpec, block_for, elements
 from ..planner import Group, Plan
 from . import _check as check
+from ._init import create
+from ._labels import LabelRule, label_groups
 from ._layout import make_layout, stack_length
 from ._precision import PrecisionRule, precision_for
+from ._processes import check_layout_on_all_processes
+from ._split_rule import Specs, SplitRule, one_kind
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
@@ -28,7 +32,7 @@ class ShardedTree:
     natural shape. What the layout says travels along as static data.
 
     Attributes:
-      slabs: by name, the arrays of this tree's own bucket.
+      slabs: by name, the arrays of this tree's own bucket; None for those that `partition` took away.
       children: by path, subtrees that are buckets of their own (`units=`).
       unit: the bucket on its mesh.
     """
@@ -50,7 +54,7 @@ class ShardedTree:
 
     def rebuild(self, tensors: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
         """The original structure, with these leaves."""
-        leaves = [children[name] if name in self.children else tensors[name] for name in self._names]
+        leaves = [children[name] if name in self.children else tensors.get(name) for name in self._names]
         return jax.tree.unflatten(self._treedef, leaves)
 
     def flatten_up_to(self, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -74,7 +78,7 @@ class ShardedTree:
 
 
 def shard_tree(
-    params: Any,
+    params: Any | Callable[[], Any],
     mesh: Mesh,
     *,
     axis: str | tuple[str, ...],
@@ -83,11 +87,15 @@ def shard_tree(
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
+    label: LabelRule = None,
+    specs: Specs | None = None,
+    check_processes: bool = True,
 ) -> ShardedTree:
     """Shards a pytree of arrays over a mesh axis, cutting each tensor only between blocks.
 
     Args:
-      params: the tree. Each device is sent its own part of each array.
+      params: the tree, each device is sent its own part of each array; or a function of no arguments that makes it,
+        whose arrays are then born as shards (see `create`).
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       block: what must stay whole; one rule, or a mapping from path patterns to rules. By default what the plan
@@ -97,6 +105,13 @@ def shard_tree(
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      label: names for parts that are to be trained apart: a mapping from path patterns to labels, or a function of
+        the path. Tensors of different labels never share a slab; see `partition`.
+      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
+        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
+        Each slice is then sharded by itself, and is never gathered over those axes.
+      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
+        them fail with one message instead of hanging (see `check_same_on_all_processes`).
 
     Returns:
       The sharded tree.
@@ -114,10 +129,30 @@ def shard_tree(
       (3, 5)
     """
     axes = check.mesh_axes(mesh, axis)
-    root = _parse_checked(params, units, stacked)
-    groups = [part.group(block or elements(1)) for part in root.walk()]
+    root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
+    groups = label_groups((part.group(block or elements(1)) for part in root.walk()), label)
+    groups = SplitRule.of(mesh, axes, specs).split(groups, {})
+    one_kind(mesh, axes, groups)
+    check.block_patterns(block, groups)
+    check.patterns_match("precision", precision, [group.name for group in groups])
     layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    return root.build(layout, mesh, axes, precision)
+    if check_processes:
+        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
+    if not callable(params):
+        return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
+    abstract = root.build(layout, mesh, axes, precision, lambda unit, own: {})
+    slabs, _ = create(lambda: (_by_name(params(), units, stacked), ()), units_in(abstract))
+    return root.build(layout, mesh, axes, precision, lambda unit, own: slabs[unit.bucket.name])
+
+
+def units_in(tree: ShardedTree) -> list[Unit]:
+    """The buckets of a sharded tree on their mesh, the root first."""
+    return [tree.unit, *(unit for child in tree.children.values() for unit in units_in(child))]
+
+
+def _by_name(params: Any, units: TreeUnits, stacked: TreeUnits) -> dict[str, Any]:
+    parts = _parse_checked(params, units, stacked).walk()
+    return {name: leaf for part in parts for name, leaf in part.own.items()}
 
 
 def tree_groups(params: Any, block: BlockRule, units: TreeUnits, stacked: TreeUnits) -> list[Group]:
@@ -149,10 +184,12 @@ class _Part:
         )
         return Group(self.name, tuple(specs), length)
 
-    def build(self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule) -> ShardedTree:
+    def build(
+        self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule, shard: Callable
+    ) -> ShardedTree:
         unit = Unit(layout.bucket(self.name), mesh, axes, layout.shares, precision_for(self.name, precision))
-        children = {name: child.build(layout, mesh, axes, precision) for name, child in self.children.items()}
-        return ShardedTree(unit.shard(self.own), children, unit, self.treedef, self.names)
+        children = {name: child.build(layout, mesh, axes, precision, shard) for name, child in self.children.items()}
+        return ShardedTree(shard(unit, self.own), children, unit, self.treedef, self.names)
 
 
 def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:

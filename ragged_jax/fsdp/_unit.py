@@ -1,5 +1,6 @@
 """`Unit`: a bucket on a mesh. Where its slabs live, how they get there and back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +16,17 @@ from ..layout import Bucket, Slab
 from ._check import canonical_dtype, is_traced
 from ._precision import FULL, MixedPrecision
 from ._slabs import Shares, slab_of, slab_shape, tensors_of, to_stored
+from ._splits import (
+    Names,
+    dim_splits,
+    entries,
+    joined,
+    opened_spec,
+    other_axes,
+    slices,
+    spec_of,
+    stored_splits,
+)
 
 Arrays = dict[str, jax.Array]
 
@@ -63,16 +75,50 @@ class Unit:
 
     def spec(self, slab: Slab) -> PartitionSpec:
         """The partition spec of a slab's array, with an entry for each dim, as XLA gives it back."""
-        rest = [None] * (len(slab_shape(slab, 1)) - 1)
-        return PartitionSpec(*[None] * self.stacked, self.axis, *rest)
+        return spec_of([()] * self.stacked + self._dims(slab))
+
+    def _dims(self, slab: Slab) -> list[Names]:
+        """The mesh axes of each dim of a slab's array, without that of a stack."""
+        num_dims, names = len(slab_shape(slab, 1)), other_axes(slab)
+        if names and not slab.sole:
+            return [names, (self.axis,), *[()] * (num_dims - 1)]
+        splits = stored_splits(slab.placements[0]) if names else ()
+        dims = [tuple(s.axis for s in dim_splits(splits, dim)) for dim in range(num_dims)]
+        return [(*dims[0], self.axis), *dims[1:]]
+
+    @property
+    def other_axes(self) -> Names:
+        """The mesh axes that split tensors of this bucket."""
+        return tuple(sorted({axis for slab in self.bucket.slabs for axis in other_axes(slab)}))
+
+    def inner_spec(self, slab: Slab) -> PartitionSpec:
+        """The spec of one layer of a slab over the axes that split it, as it is inside `shard_map`."""
+        inner = opened_spec(spec_of(self._dims(slab)), self.axes)
+        return spec_of([() if names == (self.axis,) else names for names in entries(inner)])
+
+    def inner_shape(self, slab: Slab) -> tuple[int, ...]:
+        """The shape of one layer of a slab inside `shard_map`, where each device of the axis has its own part."""
+        spec = entries(self.inner_spec(slab))
+        shape = slab_shape(slab, self.share)
+        shape = (1,) * (len(spec) - len(shape)) + shape  # a leading dim for the slices
+        return tuple(n * math.prod(self.mesh.shape[a] for a in names) for n, names in zip(shape, spec, strict=True))
 
     def sharding(self, slab: Slab) -> NamedSharding:
         return NamedSharding(self.mesh, self.spec(slab))
 
     def shape(self, slab: Slab) -> tuple[int, ...]:
         """Global shape of the slab's array."""
-        shape = slab_shape(slab, self.share * self.num_shards)
+        shape, sizes = slab_shape(slab, self.share * self.num_shards), dict(slab.split_axes)
+        if sizes and not slab.sole:
+            shape = (math.prod(sizes.values()), *shape)
+        elif sizes:
+            dims = [[n for n in names if n in sizes] for names in self._dims(slab)]
+            shape = tuple(size * math.prod(sizes[n] for n in d) for size, d in zip(shape, dims, strict=True))
         return shape if self.bucket.stack is None else (self.bucket.stack, *shape)
+
+    def abstract(self, slab: Slab) -> jax.ShapeDtypeStruct:
+        """The slab's array as `jit` needs to know it to compile."""
+        return jax.ShapeDtypeStruct(self.shape(slab), slab.dtype, sharding=self.sharding(slab))
 
     def shard(self, tensors: Mapping[str, Any]) -> Arrays:
         """The slabs' arrays from whole tensors, by name.
@@ -81,8 +127,10 @@ class Unit:
         that came in. Under a trace the same is said with a sharding constraint.
         """
         self._check(tensors)
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in tensors.values()):
+            return {slab.name: self.abstract(slab) for slab in self.bucket.slabs}  # type: ignore[misc]
         if any(is_traced(x) for x in tensors.values()):
-            return {slab.name: pin(self._packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
+            return {slab.name: pin(self.packed(slab, tensors), self.sharding(slab)) for slab in self.bucket.slabs}
         return {slab.name: self._place(slab, tensors) for slab in self.bucket.slabs}
 
     def _check(self, tensors: Mapping[str, Any]) -> None:
@@ -92,35 +140,68 @@ class Unit:
             if len(dtypes) > 1:
                 wrong.append(f"  {', '.join(p.tensor.name for p in slab.placements)} share a slab, but are {dtypes}")
             for tensor in (p.tensor for p in slab.placements):
-                if (shape := tuple(tensors[tensor.name].shape)) != (*outer, *tensor.shape):
-                    wrong.append(f"  {tensor.name}: shape {shape}, planned {(*outer, *tensor.shape)}")
+                if (shape := tuple(tensors[tensor.name].shape)) != (*outer, *tensor.full_shape):
+                    wrong.append(f"  {tensor.name}: shape {shape}, planned {(*outer, *tensor.full_shape)}")
         if wrong:
             raise ValueError("these tensors are not those of the layout:\n" + "\n".join(wrong))
 
-    def _packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
-        return slab_of(slab, tensors, self.num_shards, self.shares, lead=int(self.stacked))
+    def packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
+        """Under a trace, a slab's array from whole tensors, with whatever sharding comes out."""
+        lead = int(self.stacked)
+        if not slab.split_axes:
+            return slab_of(slab, tensors, self.num_shards, self.shares, lead)
+        tensors = {p.tensor.name: slices(tensors[p.tensor.name], p.tensor.splits, lead) for p in slab.placements}
+        packed = slab_of(slab, tensors, self.num_shards, self.shares, lead + 1)
+        return joined(packed, stored_splits(slab.placements[0]), lead) if slab.sole else packed
+
+    def _tensors(self, slab: Slab, array: Any) -> dict[str, Any]:
+        """The whole tensors of a slab from its array."""
+        lead = int(self.stacked)
+        if not slab.split_axes:
+            return tensors_of(slab, array, self.shares, lead)
+        packed = slices(array, stored_splits(slab.placements[0]), lead) if slab.sole else array
+        splits = {p.tensor.name: p.tensor.splits for p in slab.placements}
+        parts = tensors_of(slab, packed, self.shares, lead + 1)
+        return {name: joined(x, splits[name], lead) for name, x in parts.items()}
 
     def _place(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         lead, copies = int(self.stacked), self.bucket.num_copies
-        whole = [(p, _on_host(tensors[p.tensor.name])) for p in slab.placements]
-        dtype = canonical_dtype(whole[0][1])
-        stored = [(p, to_stored(p, x, lead).reshape(copies, -1)) for p, x in whole]
+        whole = [(p, on_host(tensors[p.tensor.name])) for p in slab.placements]
+        dtype, shape = canonical_dtype(whole[0][1]), self.shape(slab)
+        stored = []
+        for p, x in whole:
+            parts = slices(x, p.tensor.splits, lead)
+            flat = to_stored(p, parts, lead + 1).reshape(copies, parts.shape[lead], p.tensor.numel)
+            stored.append((p, flat))
+        local = self.sharding(slab).shard_shape(shape)
 
         def part(index: Any) -> np.ndarray:
             buffer = np.zeros((copies, slab.shard_numel * self.share), dtype)
-            low, high = self._bounds(slab, self.shard_at(slab, index))
+            at = self._coordinates(slab, index)
+            rank = np.ravel_multi_index([at[n] for n, _ in slab.split_axes], [m for _, m in slab.split_axes] or ())
+            low, high = self._bounds(slab, at[self.axis])
             for placement, flat in stored:
                 start, stop = max(low, placement.offset), min(high, placement.stop)
                 if start < stop:
-                    source = flat[:, start - placement.offset : stop - placement.offset]
+                    source = flat[:, rank, start - placement.offset : stop - placement.offset]
                     buffer[:, start - low : stop - low] = source
-            return buffer.reshape(self.shape(slab)[:lead] + slab_shape(slab, self.share))
+            return buffer.reshape(local)
 
-        return jax.make_array_from_callback(self.shape(slab), self.sharding(slab), part, dtype=dtype)
+        return jax.make_array_from_callback(shape, self.sharding(slab), part, dtype=dtype)
+
+    def _coordinates(self, slab: Slab, index: tuple[slice, ...]) -> dict[str, int]:
+        """The place on each mesh axis of the device that holds this part of a slab's array."""
+        found = {}
+        for size, part, names in zip(self.shape(slab), index, entries(self.spec(slab)), strict=True):
+            sizes = [self.mesh.shape[n] for n in names]
+            block = (part.start or 0) // max(1, size // math.prod(sizes))
+            for name, length in zip(reversed(names), reversed(sizes), strict=True):
+                block, found[name] = divmod(block, length)
+        return found
 
     def shard_at(self, slab: Slab, index: tuple[slice, ...]) -> int:
         """Which shard a part of the slab's array is, by its index as jax gives it."""
-        return (index[int(self.stacked)].start or 0) // max(1, slab.rows * self.share)
+        return self._coordinates(slab, index)[self.axis]
 
     def _bounds(self, slab: Slab, k: int) -> tuple[int, int]:
         """Where shard `k` starts and stops in the slab, in elements."""
@@ -138,9 +219,9 @@ class Unit:
                 continue
             if is_traced(array):
                 whole = pin(array, NamedSharding(self.mesh, PartitionSpec()))
-                tensors |= tensors_of(slab, whole, self.shares, lead=int(self.stacked))
+                tensors |= self._tensors(slab, whole)
             else:
-                whole = tensors_of(slab, _on_host(array), self.shares, lead=int(self.stacked))
+                whole = self._tensors(slab, on_host(array))
                 # A view of a packed slab would keep all of it alive.
                 tensors |= whole if slab.sole else {name: np.array(x) for name, x in whole.items()}
         return tensors
@@ -153,7 +234,8 @@ def pin(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """The whole array, from all processes."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return np.asarray(multihost_utils.process_allgather(x, tiled=True))
     return np.asarray(x)

@@ -21,7 +21,7 @@ def unshard(tree: ShardedTree) -> Any:
     return tree.rebuild(unshard_unit(tree.unit, tree.slabs), tree.children)
 
 
-def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable:
+def unsharded(function: Callable, *, policy: Callable | None = None, reshard: bool = True) -> Callable:
     """`function`, with sharded subtrees among its arguments gathered on entry and dropped on exit.
 
     The backward pass gathers them again. `lax.scan` over a stacked subtree gives the body one layer at a time.
@@ -30,6 +30,8 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
       function: of arrays and pytrees, some of them sharded subtrees.
       policy: a `jax.checkpoint` policy, for what to keep; by default everything but gathered weights and what
         cheap arithmetic makes again.
+      reshard: False keeps the gathered weights for the backward pass: for the last layers, say, which it needs
+        first. In a scan they are kept for all layers.
 
     Example:
       >>> def layer(w, x):
@@ -59,7 +61,9 @@ def unsharded(function: Callable, *, policy: Callable | None = None) -> Callable
             return precision.outputs(function(*args, **kwargs))
 
         values = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
-        return resharding(run, policy, scanned=any(unit.stacked for unit in units))(values)
+        if reshard:
+            return resharding(run, policy, scanned=any(unit.stacked for unit in units))(values)
+        return run(values)
 
     return wrapped
 

@@ -17,6 +17,10 @@ from ._json import Document as Document
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
+from ._manifest import disagreement as disagreement
+from ._manifest import from_text as from_text
+from ._manifest import manifest as manifest
+from ._manifest import to_text as to_text
 from ._order import row_major_index as row_major_index
 from ._order import stored_index as stored_index
 from ._overlap import Buffer as Buffer
@@ -26,6 +30,7 @@ from ._overlap import Segment as Segment
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments
 from ._ragged_shard import RaggedShard as RaggedShard
+from ._ragged_shard import StridedRaggedShard as StridedRaggedShard
 from ._slab import Bucket as Bucket
 from ._slab import Placement as Placement
 from ._slab import Slab as Slab
@@ -35,4 +40,5 @@ from ._storage import can_be_tiled as can_be_tiled
 from ._storage import cuts as cuts
 from ._storage import stored_order as stored_order
 from ._storage import tile_regions as tile_regions
+from ._tensor import Split as Split
 from ._tensor import TensorSpec as TensorSpec

@@ -28,17 +28,21 @@ class Document:
       version: the newest that this release reads.
       kind: what messages call it.
       error: what is raised when a file is not one.
+      since: fields that later versions added, `(name, version)`. Where a value has none of them, it is written as the
+        version before, to the same bytes.
     """
 
     format: str
     version: int
     kind: str
     error: type[ValueError]
+    since: tuple[tuple[str, int], ...] = ()
 
     def dump(self, value: Any, indent: int | None = None) -> str:
         """A value as a document."""
         values = _adapter(type(value)).dump_python(value, mode="json")
-        document = {"format": self.format, "version": self.version, **values}
+        version = max([1, *(added for name, added in self.since if _drop_empty(values, name))])
+        document = {"format": self.format, "version": version, **values}
         return json.dumps(document, indent=indent, separators=None if indent else (",", ":"), allow_nan=False)
 
     def load(self, cls: type[T], text: str | bytes) -> T:
@@ -61,13 +65,30 @@ class Document:
             raise self.error(
                 f"the {self.kind} has version {version}, this release reads up to {self.version}: upgrade"
             )
-        if version != self.version or type(version) is not int:
-            raise self.error(f"version: {version!r} is not a known version (this release reads {self.version})")
+        if type(version) is not int or version < 1:
+            raise self.error(f"version: {version!r} is not a known version (this release reads 1 to {self.version})")
+        for name, added in self.since:
+            if version < added and _has(document, name):
+                raise self.error(f"version: {version}, but the file has {name}, which came with version {added}")
         try:
             return _adapter(cls).validate_json(json.dumps(document))
         except ValidationError as error:
             faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
             raise self.error(f"not a valid {self.kind}:\n" + "\n".join(faults)) from None
+
+
+def _drop_empty(node: Any, key: str) -> bool:
+    """Takes out, in place, every field of this name that is an empty list; whether another one is left."""
+    if isinstance(node, dict) and node.get(key) == []:
+        del node[key]
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    left = [_drop_empty(child, key) for child in children]
+    return (isinstance(node, dict) and key in node) or any(left)
+
+
+def _has(node: Any, key: str) -> bool:
+    children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+    return (isinstance(node, dict) and key in node) or any(_has(child, key) for child in children)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,13 +11,13 @@ from typing import NamedTuple
 
 from ._errors import STRICT, LayoutError
 from ._json import Document
-from ._ragged_shard import RaggedShard
+from ._ragged_shard import RaggedShard, StridedRaggedShard
 from ._slab import Bucket, Placement, Slab
 from ._storage import can_be_tiled, cuts
 from ._tensor import TensorSpec
 
 MAX_SHARDS = 2**20
-LAYOUT_FILE = Document("ragged-layout", 1, "layout file", LayoutError)
+LAYOUT_FILE = Document("ragged-layout", 2, "layout file", LayoutError, since=(("splits", 2),))
 
 
 class Location(NamedTuple):
@@ -51,6 +51,9 @@ class Layout:
     """Where every element of a model lies when it is sharded over `num_shards` devices.
 
     A value: equal, hashable, picklable, and the same on every rank. `check` holds it against its own rules.
+
+    Where other mesh axes split a tensor (`TensorSpec.splits`), the layout speaks of one slice. All of them lie
+    alike, each with shards of its own; ranges, offsets and bytes are what one rank of those axes sees.
 
     Attributes:
       num_shards: how many devices share the model.
@@ -119,8 +122,8 @@ class Layout:
         bounds = [min(max(end * size - offset, 0), numel) for end in self._ends]
         return tuple(pairwise(bounds))
 
-    def ragged_shard(self, name: str) -> RaggedShard:
-        """The tensor's placement in the exchange form (dims, local units).
+    def ragged_shard(self, name: str) -> RaggedShard | StridedRaggedShard:
+        """The tensor's placement in the exchange form (dims, local units), strided where other axes split it.
 
         Raises:
           ValueError: the tensor is stored tile by tile or transposed, which that form cannot say.
@@ -130,7 +133,9 @@ class Layout:
             how = "transposed" if placement.axis_order else "tile by tile"
             raise ValueError(f"{name} is stored {how}; RaggedShard speaks of row-major tensors only")
         numels = [stop - start for start, stop in self.ranges(name)]
-        return RaggedShard.from_numels(self.locate(name).placement.tensor.shape, numels)
+        ragged = RaggedShard.from_numels(placement.tensor.shape, numels)
+        splits = tuple((split.dim, split.size) for split in placement.tensor.splits)
+        return StridedRaggedShard(splits, ragged) if splits else ragged
 
     def shard(self, k: int) -> tuple[Piece, ...]:
         """What shard `k` holds: a non-empty range of each tensor that reaches it."""
@@ -155,7 +160,7 @@ class Layout:
 
     @property
     def payload_nbytes(self) -> int:
-        """Bytes of the unsharded model."""
+        """Bytes of the unsharded model; of a tensor that other axes split, those of one slice."""
         return sum(bucket.payload_nbytes for bucket in self.buckets)
 
     @property
@@ -204,6 +209,8 @@ class Layout:
         found += [f"tensor {name!r} lies in {count} places" for name, count in names.items() if count > 1]
         buckets = Counter(bucket.name for bucket in self.buckets)
         found += [f"{count} buckets are called {name!r}" for name, count in buckets.items() if count > 1]
+        sizes = sorted({pair for tensor in self.tensors for pair in tensor.split_axes})
+        found += [f"axis {a!r} splits tensors by {n} and by {m}" for (a, n), (b, m) in pairwise(sizes) if a == b]
         for bucket in self.buckets:
             if bucket.stack is not None and bucket.stack < 0:
                 found.append(f"bucket {bucket.name!r}: stack is {bucket.stack}, must be at least 0")
@@ -231,6 +238,8 @@ class Layout:
             tensor, offset = placement.tensor, placement.offset
             if tensor.label != slab.placements[0].tensor.label:
                 yield f"{tensor.name} is labelled {tensor.label!r}, {slab.placements[0].tensor.name} is not"
+            if tensor.split_axes != slab.placements[0].tensor.split_axes:
+                yield f"{tensor.name} is split by {tensor.split_axes}, {slab.placements[0].tensor.name} is not"
             if tensor.dtype != slab.dtype:
                 yield f"{tensor.name} is {tensor.dtype}, the slab {slab.dtype}"
             if offset < end:

@@ -1,4 +1,4 @@
-"""`RaggedShard`: the placement of one tensor, in the form that other systems exchange."""
+"""`RaggedShard` and `StridedRaggedShard`: the placement of one tensor, in the form that other systems exchange."""
 
 import math
 from collections.abc import Sequence
@@ -64,3 +64,62 @@ class RaggedShard:
         if rest:
             raise ValueError(f"{self} does not divide a tensor of shape {shape}")
         return tuple(unit * u for u in self.local_units)
+
+
+@dataclass(frozen=True, slots=True)
+class StridedRaggedShard:
+    """A tensor that other axes cut into equal slices first, each slice then ragged over the shards.
+
+    It is what tensor parallelism leaves to sharded training. Seen from the whole tensor a shard's elements lie at a
+    stride, hence the name, which is that of PyTorch's placement for the even case.
+
+    Attributes:
+      splits: `(dim, size)` of each cut into equal slices, in the order in which they are made.
+      ragged: the placement of every slice.
+
+    Example:
+      >>> columns = StridedRaggedShard(((1, 2),), RaggedShard((0,), (2, 1)))
+      >>> columns.slice_of((6, 8), (1,)), columns.local_numels((6, 8))
+      ((slice(0, 6, None), slice(4, 8, None)), (16, 8))
+    """
+
+    splits: tuple[tuple[int, int], ...]
+    ragged: RaggedShard
+
+    def __post_init__(self):
+        faulty = [cut for cut in self.splits if any(type(n) is not int for n in cut) or cut[0] < 0 or cut[1] < 1]
+        if not self.splits or faulty:
+            raise ValueError(f"splits must be pairs of a dim and a number of slices, got {self.splits}")
+
+    def slice_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a slice of a tensor of this shape.
+
+        Raises:
+          ValueError: the slices are not equal.
+        """
+        sizes = list(shape)
+        for dim, size in self.splits:
+            if dim >= len(shape) or sizes[dim] % size:
+                raise ValueError(f"{self} does not cut a tensor of shape {shape} into equal slices")
+            sizes[dim] //= size
+        return tuple(sizes)
+
+    def slice_of(self, shape: tuple[int, ...], ranks: Sequence[int]) -> tuple[slice, ...]:
+        """The index of one slice in a tensor of this shape, by its place in every split."""
+        bounds = [(0, length) for length in shape]
+        self.slice_shape(shape)
+        for (dim, size), rank in zip(self.splits, ranks, strict=True):
+            if not 0 <= rank < size:
+                raise IndexError(f"slice {rank} of {size} along dim {dim}")
+            start, stop = bounds[dim]
+            length = (stop - start) // size
+            bounds[dim] = (start + rank * length, start + (rank + 1) * length)
+        return tuple(slice(*bound) for bound in bounds)
+
+    def local_numels(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Elements of each slice on each shard, for a tensor of this (global) shape.
+
+        Raises:
+          ValueError: the slices are not equal, or the units do not divide them.
+        """
+        return self.ragged.local_numels(self.slice_shape(shape))

@@ -60,6 +60,11 @@ class Slab:
     sole: bool = False
 
     @property
+    def split_axes(self) -> tuple[tuple[str, int], ...]:
+        """`(axis, size)` of the other mesh axes that split its tensors. There is one such slab for each slice."""
+        return self.placements[0].tensor.split_axes if self.placements else ()
+
+    @property
     def shard_numel(self) -> int:
         """Elements on each shard (of share 1), padding included."""
         return self.rows * self.width

@@ -4,13 +4,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from ..layout import (
     Block,
     Bucket,
     Placement,
     Slab,
+    Split,
     TensorSpec,
     can_be_tiled,
     cuts,
@@ -27,7 +28,8 @@ from ._slabs import Divider, Filled, Member
 
 Storage = Literal["row_major", "tiled", "auto"]
 
-_Kind = tuple[str, str, tuple[int, ...], str]  # label, dtype, shape, block: no more tells tensors apart
+_Kind = tuple[str, str, tuple[int, ...], str, tuple[Split, ...]]
+"""Label, dtype, shape, block, splits: no more tells tensors apart."""
 
 
 class BucketPlanner:
@@ -56,7 +58,7 @@ class BucketPlanner:
             text = texts.get(id(block))
             if text is None:
                 text = texts[id(block)] = self._texts.get(block) or self._texts.setdefault(block, repr(block))
-            by_kind.setdefault((tensor.label, tensor.dtype, tensor.shape, text), []).append(tensor)
+            by_kind.setdefault((tensor.label, tensor.dtype, tensor.shape, text, tensor.splits), []).append(tensor)
         kinds = sorted(by_kind)
         signature = tuple([(kind, len(by_kind[kind])) for kind in kinds])
         if signature not in self._known:
@@ -79,8 +81,9 @@ class BucketPlanner:
             if filled.sole:
                 name = placements[0].tensor.name
             else:
-                label = placements[0].tensor.label
-                name = f"{label}.{dtype}x{filled.width}" if label else f"{dtype}x{filled.width}"
+                first = placements[0].tensor
+                parts = (first.label, "-".join(axis for axis, _ in first.split_axes), f"{dtype}x{filled.width}")
+                name = ".".join(filter(None, parts))
                 names[name] += 1
                 name += f".{names[name]}" if names[name] > 1 else ""
             rows = filled.shard_numel // filled.width
@@ -135,11 +138,11 @@ class BucketPlanner:
         """The slabs as `(dtype, slab)` and what they cost a step, for one tensor and member of each kind."""
         filled: list[tuple[str, Filled]] = []
         seconds = 0.0
-        pools: dict[tuple[str, str], tuple[list[Member], list[Member]]] = defaultdict(lambda: ([], []))
+        pools: dict[tuple[str, str, Any], tuple[list[Member], list[Member]]] = defaultdict(lambda: ([], []))
         for tensor, member in zip(tensors, all_members, strict=True):
-            members, alone = pools[tensor.dtype, tensor.label]
+            members, alone = pools[tensor.dtype, tensor.label, tensor.split_axes]
             (alone if self._divides(member, tensor.nbytes) else members).append(member)
-        for (dtype, _), (members, alone) in sorted(pools.items()):
+        for (dtype, *_), (members, alone) in sorted(pools.items()):
             size = itemsize(dtype)
             align = max(1, self.align_nbytes // size)
             chosen = Divider(self.num_shards, size, align, self.profile).divide(members, alone)

@@ -28,7 +28,7 @@ def merge_layers(groups: Sequence[Group], num_layers: int) -> list[Group]:
 
 
 def _kinds(group: Group) -> list[tuple]:
-    return sorted((t.dtype, t.shape, repr(t.block)) for t in group.tensors)
+    return sorted((t.dtype, t.shape, repr(t.block), t.splits) for t in group.tensors)
 
 
 def _join(layers: Sequence[Group]) -> Group:

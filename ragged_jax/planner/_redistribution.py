@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..layout import Bucket, Layout, Order, segments
+from ..layout import Bucket, Layout, Order, Split, segments
 from ._exchange import Exchange, exchange
 from ._hardware import HardwareProfile
 from ._owners import OwnerPlan
@@ -95,17 +95,21 @@ def _merged(buckets: Sequence[Bucket], limit: float) -> Iterator[tuple[Bucket, .
 
 def _check_same(source: Layout, target: Layout) -> None:
     ends = [
-        {t.name: (t.dtype, b.num_copies * t.numel, t.shape) for b in layout.buckets for t in b.tensors}
+        {t.name: (t.dtype, b.num_copies * t.numel, t.splits, t.shape) for b in layout.buckets for t in b.tensors}
         for layout in (source, target)
     ]
     faults = [f"{name} is not in the target" for name in ends[0].keys() - ends[1].keys()]
     faults += [f"{name} is not in the source" for name in ends[1].keys() - ends[0].keys()]
     for name in ends[0].keys() & ends[1].keys():
         a, b = ends[0][name], ends[1][name]
-        if a[:2] != b[:2]:
-            faults.append(f"{name} is {a[0]}{list(a[2])} in the source and {b[0]}{list(b[2])} in the target")
+        if a[:3] != b[:3]:
+            faults.append(f"{name} is {_text(*a)} in the source and {_text(*b)} in the target")
     if faults:
         raise ValueError("the layouts hold different tensors:\n  " + "\n  ".join(sorted(faults)))
+
+
+def _text(dtype: str, numel: int, splits: tuple[Split, ...], shape: tuple[int, ...]) -> str:
+    return f"{dtype}{list(shape)}" + "".join(f", split by {s.axis!r} along dim {s.dim}" for s in splits)
 
 
 def owner_exchange(

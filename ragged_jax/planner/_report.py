@@ -13,7 +13,7 @@ class BucketReport:
       name: the bucket's.
       num_sole: tensors in a slab of their own.
       num_packed: tensors that share a slab.
-      payload_nbytes: bytes of the tensors, unsharded.
+      payload_nbytes: bytes of the tensors, unsharded; of those that other mesh axes split, of one slice.
       shard_nbytes: bytes on each device (of share 1, where shares are uneven).
       bound_nbytes: no plan with these slabs could use fewer bytes on each device.
       floor_nbytes: no layout at all that keeps blocks whole could, in slabs or otherwise.

@@ -224,8 +224,8 @@ def _count(module: _Module) -> tuple[Counter, Counter]:
             for key in own:
                 static[key] += key[0] == "run"
             counts += own
-            if instruction.opcode == "while" and not _TRIP_COUNT.search(instruction.attributes):
-                static["unknown", "while"] += 1
+            runs = trip_count(module, computation, instruction) if instruction.opcode == "while" else 1
+            static["unknown", "while"] += runs is None
             if own:  # a collective or a move has nothing more in it
                 continue
             inside = fused or instruction.opcode == "fusion"
@@ -235,14 +235,43 @@ def _count(module: _Module) -> tuple[Counter, Counter]:
                 for branch in called:
                     branches |= branch
                 called = [branches]
-            match = _TRIP_COUNT.search(instruction.attributes) if instruction.opcode == "while" else None
             for body in called:
-                counts += _times(body, int(match[1]) if match else 1)
+                counts += _times(body, runs or 1)
             for condition in _CONDITION.findall(instruction.attributes):
-                counts += _times(total(condition, inside), int(match[1]) + 1 if match else 1)
+                counts += _times(total(condition, inside), runs + 1 if runs else 1)
         return counts
 
     return total(module.entry, False), static
+
+
+def trip_count(module: _Module, computation: _Computation, loop: _Instruction) -> int | None:
+    """How often a loop runs: as the compiler says, or else (TPU) from a counter that rises by one to a constant."""
+    if match := _TRIP_COUNT.search(loop.attributes):
+        return int(match[1])
+    condition = module.computations[_CONDITION.findall(loop.attributes)[0]]
+    body = module.computations[_called(loop)[0]]
+    test, start, new = condition.root, computation.instructions.get(loop.operands[0]), body.root
+    if test.opcode != "compare" or "direction=LT" not in test.attributes or start is None or start.opcode != "tuple":
+        return None
+    counter, end = (condition.instructions[name] for name in test.operands)
+    index = re.search(r"\bindex=(\d+)", counter.attributes)
+    if counter.opcode != "get-tuple-element" or index is None or end.opcode != "constant" or new.opcode != "tuple":
+        return None
+    first = _source(computation, start.operands[int(index[1])])
+    step = body.instructions[new.operands[int(index[1])]]
+    ones = [_source(body, name) for name in step.operands]
+    if first.opcode != "constant" or step.opcode != "add" or not any(i.opcode == "constant" for i in ones):
+        return None
+    by = next(i for i in ones if i.opcode == "constant").operands[0]
+    return max(0, int(end.operands[0]) - int(first.operands[0])) if by == "1" else None
+
+
+def _source(computation: _Computation, name: str) -> _Instruction:
+    """The instruction behind copies and bitcasts."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in ("copy", "bitcast", "copy-done", "copy-start"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
 
 
 def _times(counts: Counter, factor: int) -> Counter:
@@ -260,6 +289,16 @@ def _called(instruction: _Instruction) -> list[str]:
 def _own(module: _Module, computation: _Computation, instruction: _Instruction, fused: bool) -> Counter:
     """What an instruction does itself; empty for all but collectives and moves."""
     opcode = instruction.opcode.removesuffix("-start")
+    if opcode == "fusion" and (called := _called(instruction)) and called[0].startswith("all-reduce-scatter"):
+        # how a TPU writes a reduce-scatter: a sum over all, of which only a slice is made
+        inner = module.computations[called[0]]
+        (summed,) = (i for i in inner.instructions.values() if i.opcode == "all-reduce")
+        counts = _own(module, inner, summed, fused)
+        nbytes, wire = counts["nbytes", "all-reduce"], counts["wire", "all-reduce"] // 2
+        kind = "reduce-scatter"
+        return Counter({("run", kind): 1, ("nbytes", kind): nbytes, ("wire", kind): wire})
+    if opcode in COLLECTIVES and _is_continuation(computation, instruction):
+        return Counter()
     if opcode in COLLECTIVES:
         nbytes = sum(computation.nbytes(name) for name in instruction.operands)
         size = _group_size(instruction.attributes)
@@ -276,6 +315,13 @@ def _own(module: _Module, computation: _Computation, instruction: _Instruction, 
         kind, nbytes = move
         return Counter({("moved", kind): nbytes})
     return Counter()
+
+
+def _is_continuation(computation: _Computation, collective: _Instruction) -> bool:
+    """Whether this is a later part of a collective that a TPU runs in the background of several products."""
+    return "chain_id=" in collective.attributes and not any(
+        '"AsyncCollectiveStart"' in i.attributes for i in computation.instructions.values()
+    )
 
 
 def _group_size(attributes: str) -> int:

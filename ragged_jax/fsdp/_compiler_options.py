@@ -1,0 +1,87 @@
+"""Compiler options for one `jit`: gathers ahead of their use, and a limit on how much is gathered at a time."""
+
+from collections import Counter
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..layout import Bucket, Layout, itemsize
+from ..planner import Plan, StepSchedule
+from ._generic import units_of
+from ._precision import FULL, MixedPrecision
+
+_SPARSE_CORE = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+    "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
+    "xla_tpu_enable_sparse_core_reduce_scatter_v2",
+    "xla_tpu_use_tc_device_shape_on_sc",
+    "xla_sc_disable_megacore_partitioning",
+)
+
+
+def compiler_options(
+    model: Any, backend: str, *, schedule: StepSchedule | None = None, precision: MixedPrecision = FULL
+) -> dict[str, bool | int]:
+    """What to give to `jax.jit(..., compiler_options=)` so that collectives run beside the computation.
+
+    On GPU the compiler gathers one layer ahead in a scan, and combines the gathers of a bucket's slabs into one, up
+    to the bytes that the schedule allows. On TPU gathers and reduce-scatters go to the SparseCores (v5p, v6e and
+    later; older chips have none, pass no options there). On CPU nothing runs beside anything: no options.
+
+    Args:
+      model: a sharded model, or a plan or layout.
+      backend: `gpu`, `tpu` or `cpu`, as `jax.default_backend()` says it.
+      schedule: how many buckets may lie gathered at a time (`limit`); by default two, the one in use and the next.
+        With a limit of one nothing is gathered ahead.
+      precision: for a plan, the dtypes of its collectives; a model knows its own.
+
+    Raises:
+      ValueError: an unknown backend.
+
+    Example:
+      >>> import jax
+      >>> from ragged_jax.fsdp import plan
+      >>> layers = [{"w": jax.ShapeDtypeStruct((1024, 1024), "float32")} for _ in range(4)]
+      >>> made = plan({"layers": layers}, 8, units="layers/*")
+      >>> compiler_options(made, "gpu")["xla_gpu_all_gather_combine_threshold_bytes"]
+      4194304
+    """
+    if backend == "cpu":
+        return {}
+    if backend == "tpu":
+        return {**dict.fromkeys(_SPARSE_CORE, True), "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
+    if backend not in ("gpu", "cuda", "rocm"):
+        raise ValueError(f"no compiler options for backend {backend!r}; choose from gpu, tpu, cpu")
+    if isinstance(model, Plan | Layout):
+        layout = model.layout if isinstance(model, Plan) else model
+        buckets = [(bucket, precision, layout.num_parts) for bucket in layout.buckets]
+    else:
+        buckets = [(unit.bucket, unit.precision, unit.num_shards * unit.share) for unit in units_of(model)]
+    ahead = (schedule.limit if schedule else 2) - 1
+    gathered, reduced = _layer_nbytes(buckets)
+    return {
+        "xla_gpu_enable_pipelined_all_gather": ahead > 0,
+        "xla_gpu_enable_while_loop_double_buffering": ahead > 0,
+        "xla_gpu_all_gather_combine_threshold_bytes": max(1, ahead) * gathered,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, ahead) * reduced,
+    }
+
+
+def _layer_nbytes(buckets: list[tuple[Bucket, MixedPrecision, int]]) -> tuple[int, int]:
+    """Bytes gathered and reduced for one layer: a bucket of the most numerous kind, of those the largest."""
+    kinds: Counter = Counter()
+    for bucket, precision, num_parts in buckets:
+        gathered = reduced = 0
+        for slab in bucket.slabs:
+            smooth = jnp.issubdtype(slab.dtype, jnp.floating)
+            wide = itemsize(str(precision.param_dtype)) if smooth and precision.param_dtype else itemsize(slab.dtype)
+            numel = slab.shard_numel * num_parts
+            gathered += numel * wide
+            reduced += numel * (itemsize(str(precision.reduce_dtype)) if precision.reduce_dtype else wide) * smooth
+        kinds[gathered, reduced] += bucket.num_copies
+    if not kinds:
+        return 0, 0
+    return max(kinds, key=lambda sizes: (kinds[sizes], sizes))

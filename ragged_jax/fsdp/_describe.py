@@ -1,0 +1,192 @@
+"""What a sharded model is made of, bucket by bucket, for people and as data."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from ..layout import Slab
+from ..planner import size
+from ._parts import Part, parts_of
+from ._precision import MixedPrecision
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class BucketDescription:
+    """One bucket of a sharded model.
+
+    Attributes:
+      name: its path; empty for the root.
+      slabs: what it consists of.
+      stack: of how many layers, for one that is scanned.
+      payload_nbytes: of its tensors, without padding, all layers.
+      padding_nbytes: over all devices.
+      device_nbytes: that each device holds of it.
+      gathered_nbytes: that each device holds while it is unsharded, one layer of a stack, in the dtype of the gather.
+      dtypes: of its tensors.
+      precision: the dtypes of its collectives and of its work.
+      reshard: whether gathered weights are dropped after the forward pass; None where `unsharded` decides.
+      tied: tensors with several names, all of them.
+    """
+
+    name: str
+    slabs: tuple[Slab, ...]
+    stack: int | None
+    payload_nbytes: int
+    padding_nbytes: int
+    device_nbytes: int
+    gathered_nbytes: int
+    dtypes: tuple[str, ...]
+    precision: MixedPrecision
+    reshard: bool | None
+    tied: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """A sharded model as it lies on its mesh; `str` gives a table, and so does printing it with `rich`.
+
+    Attributes:
+      buckets: the root first.
+      mesh: the size of each mesh axis.
+      axes: the mesh axes that split the batch; the last one shards, the others replicate.
+      fingerprint: of the layout.
+    """
+
+    buckets: tuple[BucketDescription, ...]
+    mesh: tuple[tuple[str, int], ...]
+    axes: tuple[str, ...]
+    fingerprint: str
+
+    @property
+    def device_nbytes(self) -> int:
+        """Bytes of parameters on each device."""
+        return sum(bucket.device_nbytes for bucket in self.buckets)
+
+    def __rich__(self) -> "Table":
+        from rich.box import SIMPLE_HEAD  # flax brings rich along; it is needed here only
+        from rich.table import Table
+
+        mesh = ", ".join(f"{axis} {length}" for axis, length in self.mesh)
+        table = Table(
+            title=f"mesh of {mesh}, sharded over {self.axes[-1]}, layout {self.fingerprint}",
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
+        table.add_column("bucket", overflow="fold")
+        for heading in ("number", "slabs", "per device", "padding", "gathered", "dtype", "after forward"):
+            table.add_column(heading, justify="right", overflow="fold")
+        for bucket, count in _alike(self.buckets):
+            table.add_row(*_row(bucket, count))
+        table.add_section()
+        padding, payload = (sum(getattr(b, f"{x}_nbytes") for b in self.buckets) for x in ("padding", "payload"))
+        largest = max((bucket.gathered_nbytes for bucket in self.buckets), default=0)
+        table.add_row(
+            "total",
+            str(len(self.buckets)),
+            str(sum(len(b.slabs) for b in self.buckets)),
+            size(self.device_nbytes),
+            _percent(padding, payload),
+            f"at most {size(largest)}",
+        )
+        for names in (names for bucket in self.buckets for names in bucket.tied):
+            table.caption = f"{table.caption or 'tied:'} {' = '.join(names)};"
+        table.caption_justify = "left"
+        return table
+
+    def __str__(self):
+        from rich.console import Console
+
+        console = Console(width=110, color_system=None)
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+
+
+def describe(model: Any) -> Description:
+    """What a sharded model is made of: for each bucket its slabs, bytes, padding, dtypes and policies.
+
+    Args:
+      model: a sharded pytree or a fully sharded Flax module.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from ragged_jax.fsdp import shard_tree
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+      >>> tree = shard_tree({"w": jnp.ones((1000, 64)), "b": jnp.zeros(5)}, mesh, axis="fsdp")
+      >>> [(b.payload_nbytes, b.dtypes) for b in describe(tree).buckets]
+      [(256020, ('float32',))]
+    """
+    from ._generic import get_layout
+
+    parts = parts_of(model)
+    unit = parts[0].unit
+    return Description(
+        tuple(_bucket(part) for part in parts),
+        tuple(unit.mesh.shape.items()),
+        unit.axes,
+        get_layout(model).fingerprint,
+    )
+
+
+def _bucket(part: Part) -> BucketDescription:
+    unit, bucket = part.unit, part.unit.bucket
+    held = unit.share * bucket.shard_nbytes
+    return BucketDescription(
+        name=bucket.name,
+        slabs=bucket.slabs,
+        stack=bucket.stack,
+        payload_nbytes=bucket.payload_nbytes,
+        padding_nbytes=unit.num_shards * held - bucket.payload_nbytes,
+        device_nbytes=held,
+        gathered_nbytes=sum(_gathered(part, slab) for slab in bucket.slabs),
+        dtypes=tuple(sorted({slab.dtype for slab in bucket.slabs})),
+        precision=unit.precision,
+        reshard=part.reshard,
+        tied=tuple((name, *others) for name, others in part.aliases.items()),
+    )
+
+
+def _gathered(part: Part, slab: Slab) -> int:
+    import jax.numpy as jnp
+
+    dtype = part.unit.precision.param_dtype
+    cast = dtype is not None and jnp.issubdtype(slab.dtype, jnp.inexact)
+    itemsize = jnp.dtype(dtype if cast else slab.dtype).itemsize
+    return part.unit.num_shards * part.unit.share * slab.shard_numel * itemsize
+
+
+def _row(bucket: BucketDescription, count: int) -> list[str]:
+    sole = sum(slab.sole for slab in bucket.slabs)
+    gather, reduce = bucket.precision.param_dtype, bucket.precision.reduce_dtype
+    dtype = ", ".join(bucket.dtypes) + (f", gathered {gather}" if gather else "")
+    return [
+        (bucket.name or "(root)") + (f" x {bucket.stack}" if bucket.stack is not None else ""),
+        str(count),
+        f"{sole} sole, {len(bucket.slabs) - sole} packed",
+        size(bucket.device_nbytes),
+        _percent(bucket.padding_nbytes, bucket.payload_nbytes),
+        size(bucket.gathered_nbytes),
+        dtype + (f", reduced {reduce}" if reduce else ""),
+        {None: "as called", True: "dropped", False: "kept"}[bucket.reshard],
+    ]
+
+
+def _percent(padding: int, payload: int) -> str:
+    return f"{100 * padding / payload:.2f} %" if payload else "0.00 %"
+
+
+def _alike(buckets: tuple[BucketDescription, ...]) -> Iterator[tuple[BucketDescription, int]]:
+    """The first of each run of buckets with the same figures, and how long the run is."""
+
+    def figures(bucket: BucketDescription) -> tuple:
+        kinds = tuple((slab.sole, slab.dtype, slab.rows, slab.width) for slab in bucket.slabs)
+        return replace(bucket, name="", slabs=(), tied=()), kinds
+
+    for _, run in groupby(buckets, key=figures):
+        members = list(run)
+        yield members[0], len(members)

@@ -1,0 +1,255 @@
+"""One step of 8-bit Adam on the arrays of one device."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._blocks import Grid
+from ._maps import MapName, code_map
+from ._quantise import decode, encode, magnitude, product, scale_of
+
+
+class Numbers(NamedTuple):
+    """float32 scalars of a step: decay rates, their complements, corrections for the start, and the rest."""
+
+    b1: Any
+    b2: Any
+    c1: Any
+    c2: Any
+    eps: Any
+    correct1: Any
+    correct2: Any
+    ahead: Any
+    rate: Any
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is static about a step.
+
+    Attributes:
+      map: which code map.
+      at_least: the smallest code of a second moment.
+      nesterov: whether to look ahead.
+      chunk: elements that are worked on together; None for all.
+    """
+
+    map: MapName
+    at_least: int
+    nesterov: bool
+    chunk: int | None
+
+    @property
+    def signed(self):
+        return code_map(self.map, signed=True)
+
+    @property
+    def unsigned(self):
+        return code_map(self.map, signed=False)
+
+
+class Stored(NamedTuple):
+    """A moment of one array: codes in its shape, a scale for each block, float32 for what is not quantised."""
+
+    codes: jax.Array
+    scales: jax.Array
+    exact: jax.Array
+
+
+Finish = Callable[[Numbers, jax.Array, Any], jax.Array]
+"""From the direction (float32) and what goes along with it (gradient or parameter) to what the step returns."""
+
+
+def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
+    """`base ** exponent` by repeated squaring: the same bits in every program, compiled or folded."""
+    result, square = jnp.float32(1), jnp.asarray(base, jnp.float32)
+    for bit in range(31):
+        result = jnp.where((exponent >> bit) & 1, result * square, result)
+        square = square * square
+    return result
+
+
+def moments(n: Numbers, g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    g = jnp.where(jnp.isfinite(g), g, np.float32(np.nan))
+    return product(n.b1, m) + product(n.c1, g), product(n.b2, v) + product(n.c2, product(g, g))
+
+
+def direction(n: Numbers, rules: Rules, g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+    if rules.nesterov:
+        first = product(n.b1, product(m, n.ahead)) + product(n.c1, product(g, n.correct1))
+    else:
+        first = product(m, n.correct1)
+    return first / (jnp.sqrt(product(v, n.correct2)) + n.eps)
+
+
+def step(
+    grid: Grid, rules: Rules, n: Numbers, index: Any, g: jax.Array, mu: Stored, nu: Stored, along: Any, finish: Finish
+) -> tuple[jax.Array, Stored, Stored]:
+    """What `finish` makes of the step's direction, and the next moments.
+
+    Args:
+      grid: the blocks of the array.
+      rules, n: of the optimizer.
+      index: which of the devices this is.
+      g: gradient, the device's part of the array.
+      mu, nu: its moments.
+      along: what `finish` takes beside the direction, in the shape of `g`.
+      finish: see there.
+    """
+    if not g.size:
+        return finish(n, g.astype(jnp.float32), along), mu, nu
+    if not grid.parts:
+        valid = _inside(grid, index, g) if grid.padded else None
+        m, v = moments(n, g.astype(jnp.float32), mu.exact, nu.exact)
+        out = finish(n, direction(n, rules, g.astype(jnp.float32), m, v), along)
+        if valid is not None:
+            m, v, out = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (m, v, out))
+        return out, mu._replace(exact=m), nu._replace(exact=v)
+    if grid.view is not None:
+        return _uniform(grid.view, rules, n, g, mu, nu, along, finish)
+    return _ragged(grid, rules, n, index, g, mu, nu, along, finish)
+
+
+def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: Stored, nu: Stored, along, finish):
+    """Where a reshape makes the blocks: a chunk of whole blocks at a time, in one pass."""
+    strips, height, across, width = view
+    rest = (height, across, width)
+
+    def one(g, mc, ms, vc, vs, along):
+        ms, vs = (s[:, None, :, None] for s in (ms, vs))
+        gf = g.astype(jnp.float32)
+        m, v = moments(n, gf, decode(mc, ms, rules.signed), decode(vc, vs, rules.unsigned))
+        out = finish(n, direction(n, rules, gf, m, v), along)
+        ms, vs = (scale_of(_largest(x)) for x in (m, v))
+        codes = (
+            encode(m, ms[:, None, :, None], rules.signed),
+            encode(v, vs[:, None, :, None], rules.unsigned, rules.at_least),
+        )
+        return out, codes[0], ms, codes[1], vs
+
+    layers = g.size // (strips * math.prod(rest))
+    strips = strips * layers
+    shape = lambda x: x.reshape(strips, *rest)
+    scale = lambda x: x.reshape(strips, across)
+    inputs = (shape(g), shape(mu.codes), scale(mu.scales), shape(nu.codes), scale(nu.scales), shape(along))
+    out, mc, ms, vc, vs = chunked(one, inputs, rules.chunk and max(1, rules.chunk // math.prod(rest)))
+    back = lambda x, like: x.reshape(like.shape)
+    return (
+        back(out, g),
+        mu._replace(codes=back(mc, g), scales=back(ms, mu.scales)),
+        nu._replace(codes=back(vc, g), scales=back(vs, nu.scales)),
+    )
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """[strips, height, blocks, width] to the largest magnitude [strips, blocks]."""
+    return jnp.max(magnitude(x), axis=(1, 3))
+
+
+def _ragged(grid: Grid, rules: Rules, n: Numbers, index, g, mu: Stored, nu: Stored, along, finish):
+    """Where blocks begin anywhere: first the largest of every block, and then, in a second pass, the codes."""
+    shape, unit = g.shape, grid.unit
+    layers = g.size // grid.room
+    ids, none = _block_of_unit(grid, index, layers), layers * grid.num_blocks
+    units = lambda x: x.reshape(-1, unit)
+    old = [jnp.append(s.scales.reshape(-1), np.float32(0)) for s in (mu, nu)]
+    inputs = (units(g), units(mu.codes), units(nu.codes), ids)
+    size = rules.chunk and max(1, rules.chunk // unit)
+
+    def now(g, mc, vc, ids):
+        gf = g.astype(jnp.float32)
+        scales = [s.at[ids].get(mode="promise_in_bounds")[:, None] for s in old]
+        return gf, *moments(n, gf, decode(mc, scales[0], rules.signed), decode(vc, scales[1], rules.unsigned))
+
+    def largest(*inputs):
+        _, m, v = now(*inputs)
+        return magnitude(m).max(1), magnitude(v).max(1)
+
+    new = []
+    for most in chunked(largest, inputs, size):
+        blocks = jnp.zeros_like(most, shape=none + 1).at[ids].max(most, mode="promise_in_bounds")
+        new.append(scale_of(blocks.at[none].set(0)))
+
+    def finished(g, mc, vc, ids, along):
+        gf, m, v = now(g, mc, vc, ids)
+        valid = (ids < none)[:, None]
+        out = finish(n, direction(n, rules, gf, m, v), along)
+        m, v = (jnp.where(valid, x, np.float32(0)) for x in (m, v))
+        ms, vs = (s.at[ids].get(mode="promise_in_bounds")[:, None] for s in new)
+        codes = encode(m, ms, rules.signed), encode(v, vs, rules.unsigned, rules.at_least)
+        return jnp.where(valid, out, jnp.zeros_like(out)), *codes
+
+    out, mc, vc = chunked(finished, (*inputs, units(along)), size)
+    m_exact, v_exact = mu.exact, nu.exact
+    if grid.exact:
+        at = _exact_places(grid, index)
+        pick = lambda x: x.reshape(layers, -1).at[:, at].get(mode="fill", fill_value=0)
+        gf, held = pick(g).astype(jnp.float32), (layers, grid.num_exact)
+        m, v = moments(n, gf, m_exact.reshape(held), v_exact.reshape(held))
+        some = finish(n, direction(n, rules, gf, m, v), pick(along))
+        out = out.reshape(layers, -1).at[:, at].set(some, mode="drop")
+        m_exact, v_exact = m.reshape(m_exact.shape), v.reshape(v_exact.shape)
+    return (
+        out.reshape(shape),
+        Stored(mc.reshape(shape), new[0][:-1].reshape(mu.scales.shape), m_exact),
+        Stored(vc.reshape(shape), new[1][:-1].reshape(nu.scales.shape), v_exact),
+    )
+
+
+def _block_of_unit(grid: Grid, index: Any, layers: int) -> jax.Array:
+    """int32 [layers * units]: the block of every unit, counted over all layers; one past the last for none."""
+    runs = jnp.asarray(grid.runs)[index]
+    at = jnp.arange(grid.room // grid.unit, dtype=jnp.int32) * grid.unit
+    ids = jnp.full_like(at, -1)
+    for p, part in enumerate(grid.parts):
+        start, length, first = runs[p, 0], runs[p, 1], runs[p, 2]
+        inside = (at >= start) & (at < start + length)
+        ids = jnp.where(inside, first + part.block_of(jnp.maximum(at - start, 0)), ids)
+    layer = jnp.arange(layers, dtype=jnp.int32)[:, None]
+    return jnp.where(ids < 0, layers * grid.num_blocks, layer * grid.num_blocks + ids).reshape(-1)
+
+
+def _exact_places(grid: Grid, index: Any) -> jax.Array:
+    """int32 [num_exact]: where in a device's elements those lie that stay in float32; past the end for none."""
+    runs = jnp.asarray(grid.exact_runs)[index]
+    e = jnp.arange(grid.num_exact, dtype=jnp.int32)
+    at = jnp.full_like(e, grid.room)
+    for p in range(len(grid.exact)):
+        start, length, first = runs[p, 0], runs[p, 1], runs[p, 2]
+        at = jnp.where((e >= first) & (e < first + length), start + e - first, at)
+    return at
+
+
+def _inside(grid: Grid, index: Any, g: jax.Array) -> jax.Array:
+    """bool, of the shape of `g`: whether a tensor lies there."""
+    runs = jnp.asarray(grid.exact_runs)[index]
+    at = jnp.arange(grid.room, dtype=jnp.int32)
+    valid = jnp.zeros_like(at, dtype=bool)
+    for p in range(len(grid.exact)):
+        valid = valid | ((at >= runs[p, 0]) & (at < runs[p, 0] + runs[p, 1]))
+    return jnp.broadcast_to(valid, (g.size // grid.room, grid.room)).reshape(g.shape)
+
+
+def chunked(function: Callable, inputs: tuple[jax.Array, ...], size: int | None) -> tuple[jax.Array, ...]:
+    """`function` of arrays with a common dim 0, `size` of it at a time, so that temporaries stay small."""
+    length = inputs[0].shape[0]
+    if size is None or length <= size:
+        return function(*inputs)
+    whole = length // size
+    divisor = next((d for d in range(size, size // 2, -1) if length % d == 0), None)
+    if divisor:
+        size, whole = divisor, length // divisor
+    body = lambda _, xs: (None, function(*xs))
+    split = [x[: whole * size].reshape(whole, size, *x.shape[1:]) for x in inputs]
+    out = lax.scan(body, None, tuple(split))[1]
+    out = [x.reshape(whole * size, *x.shape[2:]) for x in out]
+    if whole * size < length:
+        rest = function(*(x[whole * size :] for x in inputs))
+        out = [jnp.concatenate([x, y]) for x, y in zip(out, rest, strict=True)]
+    return tuple(out)

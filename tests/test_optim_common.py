@@ -1,0 +1,242 @@
+"""What every transform of `ragged_jax.optim` must do: behave as a citizen of optax, on sharded and ordinary arrays.
+
+To add a transform, add it to `TRANSFORMS`: a function from a learning rate to the transform.
+"""
+
+from functools import cache, partial
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import AxisType
+from models import device_nbytes, make_mesh
+
+import ragged_jax as rj
+
+pytestmark = pytest.mark.filterwarnings("ignore:these tensors are smaller than one block:UserWarning")
+
+TRANSFORMS = {
+    "adamw8bit": partial(rj.optim.adamw8bit, min_numel=512),
+}
+SHAPES = {"kernel": (64, 128), "other": (65, 16), "bias": (16,), "scale": ()}
+
+every = pytest.mark.parametrize("make", TRANSFORMS.values(), ids=TRANSFORMS)
+
+
+@cache
+def params(dtype: str = "float32") -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in SHAPES.items()}
+
+
+def grads_of(tree):
+    """Of a function with its minimum at zero."""
+    return jax.tree.map(lambda x: x / 2, tree)
+
+
+def sharded(axis_type=AxisType.Explicit, num_devices: int = 4) -> rj.ShardedTree:
+    mesh = make_mesh(num_devices, axis_type)
+    return rj.shard_tree(params(), mesh, axis="fsdp", block=rj.elements(256))
+
+
+def steps(tx, tree, count: int = 2, state=None):
+    """Parameters and state after some steps under jit, and how often it was traced."""
+    traces = []
+
+    @jax.jit
+    def step(tree, state):
+        traces.append(1)
+        updates, state = tx.update(grads_of(tree), state, tree)
+        return optax.apply_updates(tree, updates), state
+
+    state = tx.init(tree) if state is None else state
+    for _ in range(count):
+        tree, state = step(tree, state)
+    return tree, state, len(traces)
+
+
+def types(tree):
+    return [jax.typeof(x) for x in jax.tree.leaves(tree)]
+
+
+@cache
+def alone(make) -> dict[str, np.ndarray]:
+    """The parameters after two steps of the transform by itself, on ordinary arrays."""
+    return jax.tree.map(np.asarray, steps(make(0.1), params())[0])
+
+
+def assert_as_alone(tree, make) -> None:
+    for name, want in alone(make).items():
+        np.testing.assert_allclose(np.asarray(tree[name]), want, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+@every
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dtypes_are_kept_and_it_compiles_once(make, dtype):
+    tx, tree = make(0.1), params(dtype)
+    state = tx.init(tree)
+    after, new, traces = steps(tx, tree, state=state)
+    assert types(after) == types(tree)
+    assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
+    assert traces == 1
+    for name, x in after.items():
+        assert np.abs(np.asarray(x, np.float32)).sum() < np.abs(np.asarray(tree[name], np.float32)).sum(), name
+
+
+@every
+def test_abstract_parameters(make):
+    tx = make(0.1)
+    abstract = jax.eval_shape(tx.init, params())
+    assert types(tx.init(params())) == [jax.typeof(jnp.zeros(x.shape, x.dtype)) for x in jax.tree.leaves(abstract)]
+    assert jax.tree.structure(abstract) == jax.tree.structure(tx.init(params()))
+
+
+@every
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_state_is_born_sharded_and_stays_so(make, axis_type):
+    with jax.set_mesh(make_mesh(4, axis_type)):
+        tx, tree = make(0.1), sharded(axis_type)
+        eager, state = tx.init(tree), jax.jit(tx.init)(tree)
+        assert types(eager) == types(state)
+        for x in jax.tree.leaves((eager, state)):
+            if x.ndim:
+                assert x.addressable_shards[0].data.size * 4 == x.size, x.sharding
+        held = device_nbytes(state)
+        after, new, traces = steps(tx, tree, state=state)
+        assert traces == 1
+        assert types(new) == types(state)
+        assert types(after) == types(tree)
+        assert device_nbytes(new) == held
+        shardings = [
+            (x.sharding, y.sharding, x.ndim) for x, y in zip(*map(jax.tree.leaves, (state, new)), strict=True)
+        ]
+        assert all(a.is_equivalent_to(b, n) for a, b, n in shardings)
+    assert_as_alone(rj.full_params(after), make)
+
+
+@every
+def test_donated_buffers_are_used_again(make):
+    tx, tree = make(0.1), jax.tree.map(jnp.copy, params())
+    state = tx.init(tree)
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(tree, state):
+        updates, state = tx.update(grads_of(tree), state, tree)
+        return optax.apply_updates(tree, updates), state
+
+    old = [x for x in jax.tree.leaves((tree, state)) if x.size > 1000]
+    pointers = {x.unsafe_buffer_pointer() for x in old}
+    new = [x for x in jax.tree.leaves(step(tree, state)) if x.size > 1000]
+    assert all(x.is_deleted() for x in old)
+    assert {x.unsafe_buffer_pointer() for x in new} == pointers
+
+
+@every
+def test_scan_over_steps(make):
+    tx = make(0.1)
+
+    def body(carry, _):
+        tree, state = carry
+        updates, state = tx.update(grads_of(tree), state, tree)
+        return (optax.apply_updates(tree, updates), state), None
+
+    (tree, _), _ = jax.jit(lambda carry: lax.scan(body, carry, length=2))((params(), tx.init(params())))
+    assert_as_alone(tree, make)
+
+
+WRAPS = {
+    "chain": lambda make: optax.chain(optax.clip(1e3), make(0.1)),
+    "partition": lambda make: optax.partition(
+        {"a": make(0.1), "b": make(0.1)}, {"kernel": "a", "other": "b", "bias": "a", "scale": "b"}
+    ),
+    "masked": lambda make: optax.chain(
+        optax.masked(make(0.1), {"kernel": True, "other": False, "bias": True, "scale": False}),
+        optax.masked(make(0.1), {"kernel": False, "other": True, "bias": False, "scale": True}),
+    ),
+    "MultiSteps": lambda make: optax.MultiSteps(make(0.1), 1).gradient_transformation(),
+    "apply_if_finite": lambda make: optax.apply_if_finite(make(0.1), 3),
+    "schedule": lambda make: make(optax.constant_schedule(0.1)),
+    "inject_hyperparams": lambda make: optax.inject_hyperparams(lambda learning_rate: make(learning_rate))(
+        learning_rate=0.1
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_inside_the_wrappers_of_optax(make, wrap):
+    tree, _, traces = steps(wrap(make), params())
+    assert_as_alone(tree, make)
+    assert traces <= 2  # some of optax's own counters change type in the first step
+
+
+@every
+def test_a_step_that_is_not_finite_is_skipped(make):
+    tx = optax.apply_if_finite(make(0.1), 3)
+    state = tx.init(params())
+    bad = jax.tree.map(lambda x: x * jnp.nan, params())
+    updates, state = tx.update(bad, state, params())
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(updates))
+    assert_as_alone(steps(tx, params(), state=state)[0], make)
+
+
+@every
+def test_zero_gradients_leave_zeros(make):
+    tree = jax.tree.map(jnp.zeros_like, params())
+    after, state, _ = steps(make(0.1), tree)
+    assert not any(np.asarray(x).any() for x in jax.tree.leaves(after))
+    assert all(np.isfinite(np.asarray(x)).all() for x in jax.tree.leaves(state))
+
+
+class Model(nnx.Module):
+    def __init__(self):
+        self.kernel, self.other, self.bias, self.scale = (nnx.Param(params()[name]) for name in SHAPES)
+
+
+@every
+@pytest.mark.parametrize("fully_sharded", [False, True])
+def test_flax_nnx(make, fully_sharded):
+    with jax.set_mesh(make_mesh(4)):
+        model = Model()
+        if fully_sharded:
+            rj.fully_shard(model, make_mesh(4), axis="fsdp", block=rj.elements(256))
+        optimizer = nnx.Optimizer(model, make(0.1), wrt=nnx.Param)
+        traces = []
+
+        @nnx.jit
+        def step(model, optimizer):
+            traces.append(1)
+            optimizer.update(model, grads_of(nnx.state(model, nnx.Param)))
+
+        for _ in range(2):
+            step(model, optimizer)
+        if fully_sharded:
+            assert len(traces) == 1
+            for x in jax.tree.leaves(nnx.state(optimizer)):
+                assert x.ndim == 0 or x.addressable_shards[0].data.size * 4 == x.size
+        state = rj.full_params(model) if fully_sharded else nnx.state(model, nnx.Param)
+    assert_as_alone({name: state[name].get_value() for name in SHAPES}, make)
+
+
+@every
+def test_abstract_optimizer(make):
+    abstract = nnx.eval_shape(lambda: nnx.Optimizer(Model(), make(0.1), wrt=nnx.Param))
+    concrete = nnx.Optimizer(Model(), make(0.1), wrt=nnx.Param)
+    shapes = [[(x.shape, x.dtype) for x in jax.tree.leaves(nnx.state(o))] for o in (abstract, concrete)]
+    assert shapes[0] == shapes[1]
+
+
+@every
+def test_train_state(make):
+    with jax.set_mesh(make_mesh(4)):
+        tree = {"model": sharded()}  # Flax asks whether a key is in it
+        state = flax.training.train_state.TrainState.create(apply_fn=None, params=tree, tx=make(0.1))
+        step = jax.jit(lambda state: state.apply_gradients(grads=grads_of(state.params)))
+        for _ in range(2):
+            state = step(state)
+    assert_as_alone(rj.full_params(state.params["model"]), make)

@@ -1,0 +1,144 @@
+"""Two processes with two devices each: they agree or fail alike, train as one, and neither hangs without the other.
+
+One pair of processes runs every case (`two_processes.py`); the tests read what it left.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from models import Block, OddModel, batches, flat, make_mesh, train_sharded
+
+import ragged_jax as rj
+from ragged_jax.layout import disagreement
+
+ROOT = Path(__file__).parents[1]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> dict:
+    """What both left: results and exit codes by rank, and how long rank 0 lived after rank 1 was killed."""
+    out, port = tmp_path_factory.mktemp("pair"), free_port()
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": "2",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    processes = []
+    for rank in range(2):
+        command = [sys.executable, str(ROOT / "tests" / "two_processes.py"), str(out), str(port), str(rank)]
+        with (out / f"log{rank}").open("w") as log:
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        processes[1].wait(timeout=150)
+        killed = time.monotonic()
+        processes[0].wait(timeout=60)
+        survived = time.monotonic() - killed
+    finally:
+        for process in processes:
+            process.kill()
+    printed = [(out / f"log{rank}").read_text() for rank in range(2)]
+    for rank in range(2):
+        assert (out / f"stepping{rank}").exists(), printed[rank]
+    return {
+        "out": out,
+        "results": [json.loads((out / f"results{rank}.json").read_text()) for rank in range(2)],
+        "returned": [process.returncode for process in processes],
+        "survived": survived,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("leaf set", "extra: missing on process 0; float32[3] in blocks elements(1) in unit (root) on process 1"),
+        ("shape", "a: float32[6, 4] in blocks elements(1) in unit (root) on process 0; float32[7, 4]"),
+        ("dtype", "b: float32[5] in blocks elements(1) in unit (root) on process 0; int32[5]"),
+        ("block", "a: float32[6, 4] in blocks rows(1) in unit (root) on process 0; float32[6, 4] in blocks rows(2)"),
+        ("units", "x/a: float32[6, 4] in blocks elements(1) in unit (root) on process 0; float32[6, 4]"),
+        ("precision", "precision: None on process 0; MixedPrecision(param_dtype='bfloat16'"),
+        ("mesh", "mesh: {'fsdp': 4} on process 0; {'replica': 2, 'fsdp': 2} on process 1"),
+        ("module", "kernel: float32[8, 8] in blocks elements(1) in unit (root) on process 0; float32[8, 9]"),
+        ("deferred", "kernel: float32[8, 8] in blocks elements(1) in unit (root) on process 0; float32[8, 9]"),
+        ("facts", "the checkpoints differ between processes, so none of them goes on:\n  step: 0 on process 0; 1 on"),
+    ],
+)
+def test_what_differs_is_named_alike_on_both(pair, case, said):
+    zero, one = (results["disagreeing"][case] for results in pair["results"])
+    assert zero["error"] == one["error"] == "ValueError"
+    assert zero["message"] == one["message"]
+    assert said in zero["message"]
+    assert max(zero["seconds"], one["seconds"]) < 10
+
+
+def test_processes_that_agree_go_on(pair):
+    assert [results["disagreeing"]["same"]["error"] for results in pair["results"]] == [None, None]
+
+
+def test_a_process_that_does_not_come_is_named(pair):
+    missing = pair["results"][0]["missing"]
+    assert missing["error"] == "TimeoutError"
+    assert "the configs: of processes [0, 1], [1] did not come to compare within 1 s" in missing["message"]
+    assert missing["seconds"] < 5
+
+
+def test_two_processes_are_one_job(pair):
+    """Created, trained and looked at as in one process with as many devices."""
+    model = rj.fully_shard(
+        OddModel(rngs=nnx.Rngs(0), scan=True), make_mesh(4), axis="fsdp", units=Block, stacked=Block
+    )
+    loaded = {
+        name: [dict(np.load(pair["out"] / f"{name}{k}.npz")) for k in range(2)] for name in ("init", "trained", "got")
+    }
+    for got in loaded["init"]:
+        for name, value in flat(rj.full_params(model)).items():
+            assert got[name].tobytes() == value.tobytes(), name
+    losses = train_sharded(model, data=batches(2, 40))
+    whole = flat(rj.full_params(model))
+    for rank in range(2):
+        np.testing.assert_allclose(pair["results"][rank]["losses"], losses, rtol=1e-6)
+        for name, value in whole.items():
+            np.testing.assert_allclose(loaded["trained"][rank][name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+            if name.startswith("blocks") and name.endswith("kernel"):
+                np.testing.assert_array_equal(loaded["got"][rank][name], loaded["trained"][rank][name])
+    for name, value in rj.norms(model).items():
+        for results in pair["results"]:
+            np.testing.assert_allclose(results["norms"][name], value, rtol=1e-5, err_msg=name)
+    zero, one = (results["nonfinite"] for results in pair["results"])
+    assert zero == one
+    assert zero[0].startswith("blocks/up/kernel[0, 0, 0] on")
+    assert zero[0].endswith("the first of 9600 that are not finite")
+
+
+def test_a_killed_process_ends_the_other_with_an_error(pair):
+    assert pair["returned"][1] == -9
+    assert pair["returned"][0] not in (0, None)
+    assert pair["survived"] < 40  # heartbeats may stay away for 10 s
+
+
+def test_a_single_process_compares_nothing():
+    assert jax.process_count() == 1
+    rj.check_same_on_all_processes({"anything": "at all"})
+
+
+def test_the_message_names_runs_of_processes_and_stays_short():
+    many = [{"w": "1"}, {"w": "1"}, {"w": "2"}, {"w": "1"}, {}]
+    assert disagreement(many) == "  w: 1 on processes 0-1, 3; 2 on process 2; missing on process 4"
+    assert disagreement([{"w": "1"}] * 3) is None
+    long = disagreement([{str(i): "0" for i in range(100)}, {str(i): "1" for i in range(100)}])
+    assert long is not None
+    assert long.endswith("and 80 more")

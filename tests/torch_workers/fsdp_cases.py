@@ -1,0 +1,267 @@
+"""What every rank of a gloo job does with `torch_bridge.fully_shard`: `fsdp_cases.py RANK SIZE STORE OUT`."""
+
+import datetime
+import json
+import sys
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import torch_bridge as tb
+from ragged_jax.layout import rows, whole
+from torch_bridge._fully_shard import runtime_of
+
+VOCAB, WIDTH, STEPS, BATCH = 1601, 48, 20, 24
+
+
+class Block(nn.Module):
+    def __init__(self, remat: str = ""):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 100)
+        self.down = nn.Linear(100, WIDTH)
+        self.shift = nn.Parameter(torch.zeros(5))
+        self.unused = nn.Parameter(torch.ones(3, 7))
+        self.remat = remat
+
+    def body(self, x):
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.down(nn.functional.gelu(self.up(x))) * (1 + self.shift.sum())
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=self.remat == "reentrant") if self.remat else self.body(x)
+
+
+class OddModel(nn.Module):
+    """Vocabulary 1601, width 48, a bias of 5, a scalar, a zero-size, an unused and an integer parameter, tied."""
+
+    def __init__(self, remat: str = "", twice: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(remat) for _ in range(3)])
+        self.temperature = nn.Parameter(torch.tensor(4.0))
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.steps = nn.Parameter(torch.arange(6), requires_grad=False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.twice = twice
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+            if self.twice:
+                x = x + block(x * 0.5)
+        return self.head(x * self.temperature / 8)
+
+
+def make(**options) -> OddModel:
+    torch.manual_seed(0)
+    return OddModel(**options)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+def data() -> torch.Tensor:
+    return torch.randint(0, VOCAB, (STEPS, BATCH, 6), generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, tokens: torch.Tensor, lr: float = 3e-3) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, eps=1e-4)
+    losses = []
+    for batch in tokens:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def mine(tokens: torch.Tensor) -> torch.Tensor:
+    return tokens.chunk(dist.get_world_size(), 1)[dist.get_rank()]
+
+
+def compare(model: nn.Module, losses: list[torch.Tensor], reference: nn.Module, want: list[torch.Tensor], rtol=1e-5):
+    """A parameter that nothing uses is left out: sharded, its gradient is zero, and weight decay moves it."""
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
+    got = tb.full_state_dict(model)
+    for name, x in reference.state_dict().items():
+        if "unused" not in name:
+            scale = x.abs().max() if x.numel() else 0
+            torch.testing.assert_close(got[name], x, rtol=2 * rtol, atol=2 * rtol * float(scale), msg=name)
+
+
+def parity(*, steps: int = 5, frozen: bool = False, sharded: dict | None = None, **options) -> None:
+    """The losses and parameters of AdamW equal those of one process that sees the whole batch."""
+    reference, model = make(**options), make(**options)
+    tokens = data()[:steps]
+    if frozen:
+        for m in (reference, model):
+            m.embed.weight.requires_grad_(False)
+            m.blocks[1].up.weight.requires_grad_(False)
+    tb.fully_shard(model, **{"units": Block, **(sharded or {})})
+    compare(model, train(model, mine(tokens)), reference, train(reference, tokens))
+
+
+def uneven() -> None:
+    model, size = make(), dist.get_world_size()
+    chosen = tb.plan_module(model, size, units=Block, block=rows(1), shares=tuple(1 + k for k in range(size)))
+    assert size == 1 or chosen.layout.shares == tuple(1 + k for k in range(size))
+    parity(sharded={"plan": chosen})
+
+
+def bytes_of_a_rank() -> None:
+    model = make()
+    tb.fully_shard(model, units=Block)
+    layout = tb.get_layout(model)
+    held = sum(unit.shard_nbytes for unit in runtime_of(model).units)
+    slabs = sum(len(bucket.slabs) for bucket in layout.buckets)
+    assert layout.shard_nbytes <= held <= layout.shard_nbytes + 64 * slabs
+    train(model, mine(data()[:1]))
+    for unit in runtime_of(model).units:
+        assert unit.whole_nbytes == 0
+
+
+def accumulation() -> None:
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block)
+    tokens = data()[:3]
+    for m, share in ((reference, lambda x: x), (model, mine)):
+        for i, batch in enumerate(share(tokens)):
+            if m is model:
+                tb.set_requires_gradient_sync(model, i == 2)
+            loss_of(m, batch).backward()
+    want = dict(reference.named_parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.copy_(p.grad)
+    for name, x in tb.full_state_dict(model).items():
+        if name in want and want[name].grad is not None:
+            grad = want[name].grad
+            torch.testing.assert_close(x, grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=name)
+
+
+def mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block, mp_policy=policy)
+    losses, want = torch.stack(train(model, mine(data()))), torch.stack(train(reference, data()))
+    dist.all_reduce(losses)
+    torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=5e-3, atol=0)
+    assert next(model.parameters()).dtype == torch.float32
+
+
+def hsdp() -> None:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    parity(sharded={"mesh": mesh})
+
+
+def evaluation() -> None:
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block)
+    with torch.no_grad():
+        torch.testing.assert_close(model(data()[0]), reference(data()[0]))
+    assert all(p.ndim == 1 for p in model.parameters())
+
+
+def clipping() -> None:
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block)
+    loss_of(model, mine(data()[:1])[0]).backward()
+    loss_of(reference, data()[0]).backward()
+    for kind in (2.0, float("inf")):
+        norm = tb.clip_grad_norm_(model, 0.1, kind)
+        want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, kind)
+        torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+
+
+def padding_is_invisible() -> None:
+    clean, poisoned = make(), make()
+    for model in (clean, poisoned):
+        tb.fully_shard(model, units=Block)
+    for unit in runtime_of(poisoned).units:
+        for memory, slots in unit._slots:
+            if memory.shards.is_floating_point():
+                kept = [slot.shard.detach().clone() for slot in slots]
+                memory.shards.fill_(float("nan"))
+                for slot, x in zip(slots, kept, strict=True):
+                    slot.shard.data.copy_(x)
+    a, b = (train(model, mine(data()[:3])) for model in (clean, poisoned))
+    assert torch.equal(torch.stack(a), torch.stack(b))
+    for x, y in zip(tb.full_state_dict(clean).values(), tb.full_state_dict(poisoned).values(), strict=True):
+        assert torch.equal(x, y)
+
+
+def whole_inside_unsharded() -> None:
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block)
+    with torch.no_grad(), tb.unsharded(model, writeback=True):
+        for x, y in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(x, y)
+        model.temperature.fill_(2.0)
+    assert tb.full_state_dict(model)["temperature"] == 2
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "plain": lambda: parity(steps=STEPS),
+    "frozen": lambda: parity(frozen=True),
+    "twice": lambda: parity(twice=True),
+    "remat": lambda: parity(remat="yes"),
+    "remat reentrant": lambda: parity(remat="reentrant"),
+    "keep": lambda: parity(sharded={"reshard_after_forward": False}),
+    "no units": lambda: parity(sharded={"units": None}),
+    "no prefetch": lambda: parity(sharded={"prefetch": 0, "limit": 1}),
+    "rows": lambda: parity(sharded={"block": rows(32)}),
+    "whole": lambda: parity(sharded={"block": whole()}),
+    "uneven": uneven,
+    "bytes": bytes_of_a_rank,
+    "accumulation": accumulation,
+    "mixed precision": mixed_precision,
+    "evaluation": evaluation,
+    "clipping": clipping,
+    "padding": padding_is_invisible,
+    "unsharded": whole_inside_unsharded,
+}
+FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
+
+
+def main(rank: int, size: int, store: str, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        rank=rank,
+        world_size=size,
+        store=dist.FileStore(store, size),
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {}
+    for name, case in (FOUR_RANKS if size == 4 else CASES).items():
+        try:
+            case()
+            results[name] = ""
+        except Exception:
+            results[name] = traceback.format_exc()
+            if size > 1:
+                break  # the other ranks may be elsewhere
+    with open(f"{out}.{rank}", "w") as file:
+        json.dump(results, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,132 @@
+"""`fully_shard`: a torch module whose parameters are spread over ranks and gathered unit by unit."""
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ragged_jax.layout import BlockRule, Layout, elements
+from ragged_jax.planner import Plan
+from ragged_jax.planner import plan as make_plan
+
+from ._plan import Part, Units, parts_of
+from ._reduction import Groups
+from ._runtime import Runtime
+from ._unit import Unit
+from ._views import check_viewable
+
+_RUNTIME = "_ragged_runtime"
+
+
+def fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh | None = None,
+    *,
+    units: Units = None,
+    block: BlockRule | None = None,
+    plan: Plan | Layout | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    prefetch: int = 1,
+    limit: int = 2,
+) -> nn.Module:
+    """Shards a module in place: each rank keeps its part of every parameter, cut only between blocks.
+
+    The module keeps its class and its methods. Outside of forward and backward `module.parameters()` are this rank's
+    parts, 1-D, which is what optimizers update; inside, they are whole, views of one gathered buffer per unit. The
+    gradient of a part is the mean over the ranks.
+
+    Args:
+      module: on its device. Every rank has the same one.
+      mesh: of one dim, the ranks that share the model, or of two: replicas of it, and the ranks that share one. By
+        default all ranks share it.
+      units: which submodules are gathered on their own, when they run: types, or a predicate on name and module.
+      block: what no rank boundary may cut; one rule, or a mapping from path patterns to rules.
+      plan: a plan or layout to follow instead of making one.
+      reshard_after_forward: whether units are dropped after forward and gathered again for backward. The root is
+        kept: it is needed first.
+      mp_policy: dtypes to gather and compute in, to reduce in, and of outputs.
+      prefetch: how many units ahead to gather.
+      limit: how many units may lie gathered at a time, and how many reductions may be on their way.
+
+    Returns:
+      The module.
+
+    Raises:
+      ValueError: the plan is for another model or number of ranks (every difference is listed), or units that match
+        nothing.
+      NotImplementedError: the plan stores tensors tile by tile, or stacks layers.
+
+    Reference: Zhao et al., "PyTorch FSDP", arXiv:2304.11277; the layout follows arXiv:2602.22437.
+    """
+    if hasattr(module, _RUNTIME):
+        raise ValueError(f"{type(module).__name__} is fully sharded already")
+    if not 0 <= prefetch < limit:
+        raise ValueError(f"prefetch must be at least 0 and below the limit {limit}, got {prefetch}")
+    groups = _groups(mesh)
+    parts = parts_of(module, units)
+    layout = _layout(parts, dist.get_world_size(groups.shard), block, plan)
+    check_viewable(layout.buckets)
+    made = []
+    for part in parts:
+        keep = reshard_after_forward and bool(part.name)
+        bucket = layout.bucket(part.name)
+        made.append(Unit(bucket, layout.shares, part.tensors, part.uses, groups, mp_policy, keep))
+    runtime = Runtime(made, layout, prefetch, limit)
+    for part, unit in zip(parts, made, strict=True):
+        runtime.attach(part.module, unit)
+    object.__setattr__(module, _RUNTIME, runtime)
+    return module
+
+
+def _groups(mesh: DeviceMesh | None) -> Groups:
+    if mesh is None:
+        if (world := dist.group.WORLD) is None:
+            raise RuntimeError("call torch.distributed.init_process_group first")
+        return Groups(world)
+    if mesh.ndim == 1:
+        return Groups(mesh.get_group())
+    if mesh.ndim == 2:
+        return Groups(mesh.get_group(1), mesh.get_group(0))
+    raise ValueError(f"a mesh of one dim (shards) or two (replicas, shards), got {mesh.ndim}")
+
+
+def _layout(parts: list[Part], num_shards: int, block: BlockRule | None, given: Plan | Layout | None) -> Layout:
+    groups = [part.group(block or elements(1)) for part in parts]
+    if given is None:
+        return make_plan(groups, num_shards).layout
+    layout = given.layout if isinstance(given, Plan) else given
+    faults = [] if layout.num_shards == num_shards else [f"for {layout.num_shards} shards, there are {num_shards}"]
+    wanted = {(g.name, t.name): (t.shape, t.dtype, t.label) for g in groups for t in g.tensors}
+    found = {(b.name, t.name): (t.shape, t.dtype, t.label) for b in layout.buckets for t in b.tensors}
+    for (bucket, name), facts in sorted(wanted.items() | found.items()):
+        if facts != found.get((bucket, name)):
+            faults.append(f"{name}: the model has {facts} in unit {bucket!r}, the plan {found.get((bucket, name))}")
+        elif (bucket, name) not in wanted:
+            faults.append(f"{name}: planned in unit {bucket!r}, the model has none")
+    if faults:
+        raise ValueError("the plan does not fit:\n" + "\n".join(f"  {fault}" for fault in faults))
+    return layout
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """What drives a fully sharded module.
+
+    Raises:
+      TypeError: it is none.
+    """
+    try:
+        return getattr(module, _RUNTIME)
+    except AttributeError:
+        raise TypeError(f"{type(module).__name__} is not fully sharded; see `fully_shard`") from None
+
+
+def get_layout(module: nn.Module) -> Layout:
+    """The layout that a fully sharded module follows: what a JAX job needs to hold the same bytes."""
+    return runtime_of(module).layout
+
+
+def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
+    """Whether backward reduces gradients. Without, they add up on each rank, whole, until a backward that does."""
+    for unit in runtime_of(module).units:
+        unit.requires_gradient_sync = requires_gradient_sync

@@ -1,0 +1,111 @@
+"""The memory of a bucket on one rank: for each dtype one allocation of shards, and one of whole slabs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from ragged_jax.layout import Bucket, Placement, Slab
+
+from ._dtypes import torch_dtype
+
+ALIGN_NBYTES = 64  # of a slab's start: what dlpack and vector units ask for
+
+
+@dataclass(frozen=True)
+class SlabRange:
+    """Where a slab lies in the buffers of its dtype. All numbers are in elements.
+
+    Attributes:
+      slab: its layout.
+      low, high: this rank's part of the slab.
+      numel: of the whole slab.
+      start, shard_start: where it starts in the buffer of whole slabs, and its part in that of shards.
+    """
+
+    slab: Slab
+    low: int
+    high: int
+    numel: int
+    start: int
+    shard_start: int
+
+    def whole(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.start : self.start + self.numel]
+
+    def shard(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self.shard_start : self.shard_start + self.high - self.low]
+
+    def local(self, placement: Placement) -> tuple[int, int]:
+        """Which elements of a tensor, in stored order, lie on this rank."""
+        numel = placement.tensor.numel
+        low, high = (min(max(end - placement.offset, 0), numel) for end in (self.low, self.high))
+        return low, high
+
+    def piece(self, buffer: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """This rank's part of a tensor in a buffer of shards."""
+        low, high = self.local(placement)
+        start = placement.offset + low - self.low if low < high else 0
+        return self.shard(buffer)[start : start + high - low]
+
+
+class Memory:
+    """The slabs of one dtype of a bucket.
+
+    Attributes:
+      slabs: where each lies.
+      shards: the buffer of this rank's parts, zero where no tensor lies.
+      wholes: the buffer of gathered slabs, in the dtype of the computation. Its memory comes and goes; it has none
+        at first.
+    """
+
+    def __init__(self, slabs: list[SlabRange], dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device):
+        self.slabs = slabs
+        last = slabs[-1]
+        self.shards = torch.zeros(last.shard_start + last.high - last.low, dtype=dtype, device=device)
+        self.wholes = torch.empty(last.start + last.numel, dtype=compute_dtype, device=device)
+
+    def take(self) -> None:
+        """Gives the whole slabs memory, of unknown contents."""
+        self._resize(self.wholes.numel())
+
+    def drop(self) -> None:
+        """Takes it away. Views of it stay, and are valid again after the next gather."""
+        self._resize(0)
+
+    def _resize(self, numel: int) -> None:
+        storage, nbytes = self.wholes.untyped_storage(), numel * self.wholes.element_size()
+        if storage.size() != nbytes:
+            storage.resize_(nbytes)
+
+
+def allocate(
+    bucket: Bucket,
+    shares: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    compute_dtype: Callable[[torch.dtype], torch.dtype],
+) -> list[Memory]:
+    """The memory of a bucket.
+
+    Args:
+      bucket: its layout.
+      shares: parts of each slab that every rank holds.
+      rank: this one.
+      device: where.
+      compute_dtype: from the dtype of a slab, that in which it is gathered.
+    """
+    ends = (0, *accumulate(shares))
+    by_dtype: dict[torch.dtype, list[SlabRange]] = {}
+    for slab in bucket.slabs:
+        dtype = torch_dtype(slab.dtype)
+        found = by_dtype.setdefault(dtype, [])
+        low, high = ends[rank] * slab.shard_numel, ends[rank + 1] * slab.shard_numel
+        start = shard_start = 0
+        if found:
+            last, step = found[-1], max(1, ALIGN_NBYTES // dtype.itemsize)
+            start = -(-(last.start + last.numel) // step) * step
+            shard_start = -(-(last.shard_start + last.high - last.low) // step) * step
+        found.append(SlabRange(slab, low, high, ends[-1] * slab.shard_numel, start, shard_start))
+    return [Memory(slabs, dtype, compute_dtype(dtype), device) for dtype, slabs in by_dtype.items()]

@@ -1,0 +1,120 @@
+"""One reduction of a unit's gradients: packed once, summed over the ranks, added to what the shards have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ragged_jax.layout import Placement
+
+from ._collectives import Work, start_reduce
+from ._memory import Memory, SlabRange
+from ._views import view_of
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks that take part.
+
+    Attributes:
+      shard: those that share the model.
+      replicate: those that hold the same part of it, or None.
+    """
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return dist.get_world_size(self.shard) * (dist.get_world_size(self.replicate) if self.replicate else 1)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of a unit.
+
+    Attributes:
+      placement: where it lies in its slab.
+      slab: where that lies.
+      uses: the modules that have it, with the attribute's name; several when it is tied.
+      shard: what this rank holds of it, 1-D in stored order: what the module shows and optimizers update.
+      whole: the parameter as a view of the gathered slab: what the module shows while it computes.
+    """
+
+    placement: Placement
+    slab: SlabRange
+    uses: list[tuple[nn.Module, str]]
+    shard: nn.Parameter
+    whole: nn.Parameter
+
+    def show(self, parameter: nn.Parameter) -> None:
+        for module, attribute in self.uses:
+            module._parameters[attribute] = parameter
+
+
+class Reduction:
+    """The gradients of the slabs of one dtype, on their way.
+
+    A slab goes whole, with zeros where a parameter has no gradient, so that all ranks run the same collectives
+    whatever their share of the batch touched.
+
+    Args:
+      memory: of the slabs.
+      slots: the parameters to reduce; their whole gradients are taken away.
+      groups: the ranks.
+      shares: parts of a slab that each rank holds, or None for one each.
+      dtype: to sum in, or None for that of the computation.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        slots: Sequence[Slot],
+        groups: Groups,
+        shares: tuple[int, ...] | None,
+        dtype: torch.dtype | None,
+    ):
+        self._memory, self._slots, self._groups = memory, slots, groups
+        kind, device = dtype or memory.wholes.dtype, memory.wholes.device
+        wholes = torch.empty(memory.wholes.numel(), dtype=kind, device=device)
+        self._shards = torch.empty(memory.shards.numel(), dtype=kind, device=device)
+        scale = 1 / groups.num_ranks
+        # A sum over many ranks overflows float16, so there the mean is taken first.
+        before, self._after = (scale, 1.0) if kind == torch.float16 else (1.0, scale)
+        used = list(dict.fromkeys(slot.slab for slot in slots))
+        self._pack(used, wholes)
+        if before != 1:
+            wholes.mul_(before)
+        self._reduced = [slab.shard(self._shards) for slab in used]
+        packed = [slab.whole(wholes) for slab in used]
+        self._work: Work | None = start_reduce(self._reduced, packed, groups.shard, shares)
+
+    def _pack(self, slabs: list[SlabRange], wholes: torch.Tensor) -> None:
+        grads = {id(slot.placement): slot.whole.grad for slot in self._slots if slot.whole.grad is not None}
+        for slab in slabs:
+            whole, end = slab.whole(wholes), 0
+            for placement in slab.slab.placements:
+                if id(placement) in grads:
+                    whole[end : placement.offset].zero_()
+                    view_of(whole, placement).copy_(grads[id(placement)])
+                    end = placement.stop
+            whole[end:].zero_()
+        for slot in self._slots:
+            slot.whole.grad = None
+
+    def finish(self) -> None:
+        """Waits, and adds the means to the gradients of the shards."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None  # and with it the packed gradients
+        if self._groups.replicate is not None:
+            for shard in self._reduced:
+                dist.all_reduce(shard, group=self._groups.replicate)
+        means = self._shards.to(self._memory.shards.dtype)
+        if self._after != 1:
+            means.mul_(self._after)
+        for slot in self._slots:
+            piece = slot.slab.piece(means, slot.placement)
+            slot.shard.grad = piece if slot.shard.grad is None else slot.shard.grad.add_(piece)

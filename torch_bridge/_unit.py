@@ -1,0 +1,178 @@
+"""`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ragged_jax.layout import Bucket
+
+from ._collectives import Work, start_gather
+from ._memory import Memory, allocate
+from ._reduction import Groups, Reduction, Slot
+from ._views import view_of
+
+Uses = list[tuple[nn.Module, str]]
+
+
+class Unit:
+    """A bucket of parameters that are gathered and reduced together.
+
+    All slabs of one dtype lie in one allocation, sharded and gathered. Parameters are views of it: nothing is
+    copied on the way in, and gradients once on the way out. Dropping the gathered slabs gives their memory back and
+    keeps the views, so that autograd's graph is valid again when they are gathered again.
+
+    Args:
+      bucket: its layout.
+      shares: parts of each slab that every rank holds, or None for one each.
+      tensors: by name, the unsharded parameters; this rank's part of their values is copied.
+      uses: by name, the modules that have them.
+      groups: the ranks.
+      policy: dtypes to gather, compute and reduce in.
+      reshard_after_forward: whether the gathered slabs are dropped between forward and backward.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        shares: tuple[int, ...] | None,
+        tensors: Mapping[str, nn.Parameter],
+        uses: Mapping[str, Uses],
+        groups: Groups,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool,
+    ):
+        self.bucket, self.shares, self.groups, self.policy = bucket, shares, groups, policy
+        self.reshard_after_forward = reshard_after_forward
+        self.requires_gradient_sync = True
+        self.num_open_backwards = 0  # calls of the module whose backward has begun and not ended
+        self.device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        self._gathering: list[Work] = []
+        self._reducing: list[Reduction] = []
+        self._is_whole = False
+        rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
+        self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, self._compute_dtype)
+        with torch.no_grad():
+            self._slots = [(m, [*self._fill(m, tensors, uses)]) for m in self._memories]
+        for memory in self._memories:
+            memory.drop()
+
+    def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self.policy.param_dtype or dtype if dtype.is_floating_point else dtype
+
+    def _fill(self, memory: Memory, tensors: Mapping[str, nn.Parameter], uses: Mapping[str, Uses]) -> Iterator[Slot]:
+        for slab in memory.slabs:
+            # `.data` has a version counter of its own: a later gather must not look like a change in place.
+            whole = slab.whole(memory.wholes).data
+            for placement in slab.slab.placements:
+                name = placement.tensor.name
+                tensor = tensors[name]
+                piece = slab.piece(memory.shards.data, placement)
+                low, high = slab.local(placement)
+                order = placement.axis_order or tuple(range(tensor.ndim))
+                piece.copy_(tensor.detach().permute(order).reshape(-1)[low:high])
+                parameters = (nn.Parameter(x, tensor.requires_grad) for x in (piece, view_of(whole, placement)))
+                slot = Slot(placement, slab, uses[name], *parameters)
+                slot.show(slot.shard)
+                yield slot
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Its parameters."""
+        return [slot for _, slots in self._slots for slot in slots]
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of this rank's parts, padding included."""
+        return sum(memory.shards.nbytes for memory in self._memories)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes that the gathered slabs take up now."""
+        return sum(memory.wholes.untyped_storage().nbytes() for memory in self._memories)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are whole or on their way."""
+        return self._is_whole or bool(self._gathering)
+
+    def start_unshard(self) -> None:
+        """Starts to gather, unless the parameters are whole or on their way."""
+        if self.is_whole:
+            return
+        with torch.no_grad(), torch.profiler.record_function(f"unshard:{self.bucket.name or 'root'}"):
+            for memory in self._memories:
+                memory.take()
+                self._gathering += self._start_gather(memory, memory.wholes)
+
+    def _start_gather(self, memory: Memory, wholes: torch.Tensor) -> list[Work]:
+        slabs = [slab for slab in memory.slabs if slab.numel]
+        if not slabs:
+            return []
+        source = memory.shards.to(wholes.dtype)
+        parts = [slab.whole(wholes) for slab in slabs], [slab.shard(source) for slab in slabs]
+        return [start_gather(*parts, self.groups.shard, self.shares)]
+
+    def unshard(self) -> None:
+        """Makes the module's parameters whole."""
+        self.start_unshard()
+        if self._is_whole:
+            return
+        self._wait()
+        self._is_whole = True
+        for slot in self.slots:
+            slot.whole.requires_grad_(slot.shard.requires_grad)
+            slot.show(slot.whole)
+
+    def reshard(self) -> None:
+        """Drops the whole parameters; the module shows this rank's parts again."""
+        self._wait()  # for what was gathered ahead and is not needed
+        if self._is_whole:
+            for slot in self.slots:
+                slot.show(slot.shard)
+        self._is_whole = False
+        for memory in self._memories:
+            memory.drop()
+
+    def _wait(self) -> None:
+        for work in self._gathering:
+            work.wait()
+        self._gathering = []
+
+    def gather_masters(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Every parameter whole, in the dtype of its shard, in memory of its own."""
+        with torch.no_grad():
+            for memory, slots in self._slots:
+                wholes = torch.empty(memory.wholes.numel(), dtype=memory.shards.dtype, device=self.device)
+                for work in self._start_gather(memory, wholes):
+                    work.wait()
+                for slot in slots:
+                    view = view_of(slot.slab.whole(wholes), slot.placement)
+                    yield slot, view.clone(memory_format=torch.contiguous_format)
+
+    def write_back(self) -> None:
+        """Takes this rank's part of what the whole parameters hold."""
+        with torch.no_grad():
+            for memory in self._memories:
+                for slab in memory.slabs:
+                    slab.shard(memory.shards).copy_(slab.whole(memory.wholes)[slab.low : slab.high])
+
+    def reduce(self) -> None:
+        """Starts to reduce the gradients that the whole parameters have, and takes them away from there."""
+        if not self.requires_gradient_sync:
+            return
+        with torch.no_grad(), torch.profiler.record_function(f"reduce:{self.bucket.name or 'root'}"):
+            for memory, slots in self._slots:
+                trained = [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel]
+                if any(slot.whole.grad is not None for slot in trained):
+                    dtype = self.policy.reduce_dtype
+                    self._reducing.append(Reduction(memory, trained, self.groups, self.shares, dtype))
+
+    def finish_reduce(self) -> None:
+        """Waits for the reductions and adds their results to the gradients of the shards."""
+        with torch.no_grad():
+            for reduction in self._reducing:
+                reduction.finish()
+        self._reducing = []
