@@ -2,7 +2,8 @@
 
 The step is AdamW on float32 masters, computed in bfloat16, one sequence a device (eight images for the ViT); each
 layer keeps its input and nothing else for the backward pass, in every variant. `options` are `rj.compiler_options`,
-given to both. Nothing is ever allocated: parameters are shapes.
+given to both. With `head kept` the output matrix stays gathered between forward
+and backward. Nothing is ever allocated: parameters are shapes.
 
     python benchmarks/aot.py --out benchmarks/results/aot
 """
@@ -22,6 +23,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # a compiler without its machine asks nobody for metadata
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # the lock is for chips, and here are none
 
 import aot_models as models
 import jax
@@ -32,6 +34,7 @@ from baselines import AXIS, largest_divisible_dim
 from jax import lax
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from untile import NEEDS
 
 import ragged_jax as rj
 from ragged_jax.preflight import hlo_report, overlap_report
@@ -47,7 +50,7 @@ MODELS = {c.name: c for c in (models.LLAMA, models.GPT_OSS, models.VIT, models.O
     "llama-8b, 4 unrolled": replace(models.LLAMA, layers=4, scan=False),
     "small": Config("small", 4, 256, 1024, 2001, 4, 2, 64, seq=256),
 }
-VARIANTS = ("named_sharding", "ragged", "named_sharding + options", "ragged + options")
+VARIANTS = ("named_sharding", "ragged", "named_sharding + options", "ragged + options", "ragged, head kept + options")
 PRECISION = rj.MixedPrecision("bfloat16", reduce_dtype="bfloat16")
 NOTHING = jax.checkpoint_policies.nothing_saveable
 
@@ -88,8 +91,8 @@ def mesh_of(target: str, num_devices: int, axis_type: AxisType) -> Mesh:
         else:
             found = topologies.get_topology_desc(platform="tpu", topology_name=f"{target}:{TPU[target][num_devices]}")
     except Exception as error:
-        needs = "'ragged-jax[aot-gpu]'" if target == "h100" else "'ragged-jax[aot-tpu]'"
-        raise SystemExit(f"{target} needs its compiler: pip install {needs} ({error})") from None
+        package, remedy = NEEDS["cuda" if target == "h100" else "tpu"]
+        raise SystemExit(f"{target} needs its compiler, {package}: {remedy} ({error})") from None
     return Mesh(np.array(found.devices), (AXIS,), axis_types=(axis_type,))
 
 
@@ -100,15 +103,19 @@ def pinned(state: Any, params: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=known.get(x.shape, rest)), state)
 
 
-def ragged(c: Config, target: str, num_devices: int) -> tuple[Any, Callable, Mesh]:
+def ragged(c: Config, target: str, num_devices: int, keep_head: bool = False) -> tuple[Any, Callable, Mesh]:
     mesh = mesh_of(target, num_devices, AxisType.Explicit)
     how = {"units": ("embed", "layers" if c.scan else "layers/*", "head"), "stacked": "layers" if c.scan else None}
     plan = rj.plan(abstract_params(c), num_devices, profile=target, **how)
     params = rj.shard_tree(abstract_params(c), mesh, axis=AXIS, plan=plan, precision=PRECISION, **how)
     layer = partial(rj.unsharded, policy=NOTHING)
 
+    def unit(f):
+        """Of the last unit the gathered copy is needed again at once: it may be kept for backward."""
+        return (lambda w, x: f(rj.unshard(w), x)) if keep_head and f.__name__ == "head" else rj.unsharded(f)
+
     def loss(params, x, y):
-        return models.loss(c, params, x, y, unit=rj.unsharded, layer=layer, pin=lambda x: x)
+        return models.loss(c, params, x, y, unit=unit, layer=layer, pin=lambda x: x)
 
     return params, rj.value_and_grad(loss), mesh
 
@@ -137,7 +144,7 @@ def named_sharding(c: Config, target: str, num_devices: int) -> tuple[Any, Calla
 
 
 def lower(c: Config, variant: str, target: str, num_devices: int) -> Any:
-    make = ragged if variant.startswith("ragged") else named_sharding
+    make = partial(ragged, keep_head="head kept" in variant) if variant.startswith("ragged") else named_sharding
     params, value_and_grad, mesh = make(c, target, num_devices)
     optimizer = optax.adamw(3e-4)
 
@@ -256,7 +263,8 @@ def write(out: Path, new: Row) -> None:
         json.dump({"versions": versions, "rows": [asdict(row) for row in rows]}, file, indent=1)
         said = ", ".join(map(" ".join, versions.items()))
         how = "`python benchmarks/aot.py --out benchmarks/results/aot` (rows of several runs are kept together)"
-        doc = f"# One training step, compiled ahead of time\n\n{how}\n\n{said}\n\n{__doc__.split(chr(10), 2)[2].strip()}\n"
+        said += "\n\n" + __doc__.split("\n", 2)[2].strip()
+        doc = f"# One training step, compiled ahead of time\n\n{how}\n\n{said}\n"
         out.with_suffix(".md").write_text(f"{doc}{table(rows)}\n")
 
 

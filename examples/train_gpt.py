@@ -6,6 +6,7 @@
     python examples/train_gpt.py --data my_book.txt
     python examples/train_gpt.py --save-every 20            # kill it at any moment ...
     python examples/train_gpt.py --save-every 20 --resume   # ... and go on, also with another --devices
+    python examples/train_gpt.py --optimizer adamw8bit  # 2 bytes of optimizer state a parameter, not 8
 
     python examples/train_gpt.py --processes 2          # two processes, each with half of the devices and the batch
 
@@ -22,6 +23,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,7 @@ class Config:
       steps: optimizer steps.
       batch: sequences a step, rounded up to a multiple of the devices.
       length: bytes of a sequence.
+      optimizer: adamw, or adamw8bit, whose blocks of 256 elements `block` must not cut.
       learning_rate: its peak, after a tenth of the steps; a cosine leads from there to zero.
       save_every: steps between checkpoints, which go to `out`; 0 for none.
       resume: go on from the last checkpoint in `out`, if there is one.
@@ -73,6 +76,7 @@ class Config:
     steps: int = 240
     batch: int = 8
     length: int = 64
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
     learning_rate: float = 1e-3
     save_every: int = 0
     resume: bool = False
@@ -136,8 +140,9 @@ def main(config: Config) -> None:
     plan = rj.plan(nnx.eval_shape(make), mesh.size, units=Block, block=parse_block(config.block))
     model = rj.fully_shard(make, mesh, axis="fsdp", units=Block, plan=plan)  # parameters are born as shards
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
-    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95))
-    optimizer = nnx.Optimizer(model, adam, wrt=nnx.Param)
+    adam = optax.adamw if config.optimizer == "adamw" else rj.optim.adamw8bit
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), adam(schedule, b2=0.95))
+    optimizer = nnx.Optimizer(model, clipped, wrt=nnx.Param)
     settle(optimizer, mesh)
 
     memory = f"{mib(nbytes_per_device(nnx.state((model, optimizer))))} a device"

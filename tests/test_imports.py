@@ -23,7 +23,18 @@ def probe(imports: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.mark.parametrize("module", ["ragged_jax", "ragged_jax.layout", "ragged_jax.planner", "ragged_jax.exchange"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "ragged_jax",
+        "ragged_jax.layout",
+        "ragged_jax.planner",
+        "ragged_jax.exchange",
+        "ragged_jax.optim",
+        "ragged_jax.optim._reference",
+        "ragged_jax.optim._muon_reference",
+    ],
+)
 def test_the_core_imports_no_framework(module):
     result = probe(f"import {module}")
     assert result.returncode == 0, result.stderr
@@ -102,6 +113,7 @@ def test_the_public_surface():
         "labelled",
         "norms",
         "offload",
+        "optim",
         "partition",
         "plan",
         "quantisation_error",
@@ -126,7 +138,38 @@ def test_the_public_surface():
             "precision", "label", "specs", "check_processes",
         ],
         "shard_tree": [
-            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "label", "specs",
-            "check_processes",
+            "params", "mesh", "axis", "block", "units", "stacked", "plan", "precision", "reshard_after_forward",
+            "policy", "label", "specs", "check_processes",
         ],
     }  # fmt: skip
+
+
+def test_the_optimizers():
+    assert sorted(set(dir(rj.optim)) - {name for name in vars(rj.optim) if name not in rj.optim._WHERE}) == [
+        "CodeMap",
+        "FusedOptimizer",
+        "MatrixDims",
+        "Moment8bit",
+        "MuonState",
+        "Routing",
+        "ScaleByAdam8bitState",
+        "adamw8bit",
+        "add_decayed_weights",
+        "clip_by_global_norm",
+        "code_map",
+        "fused_adamw8bit",
+        "global_norm",
+        "labels",
+        "mask",
+        "muon",
+        "muon_reference",
+        "newton_schulz_reference",
+        "partition",
+        "routing",
+        "scale_by_adam8bit",
+        "scale_by_muon",
+        "scale_by_path",
+        "tensor_norms",
+        "with_tensors",
+    ]
+    assert all(hasattr(rj.optim, name) for name in rj.optim._WHERE)

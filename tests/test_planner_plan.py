@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_jax.layout import Layout, TensorSpec, elements, itemsize, rows, tile, whole
-from ragged_jax.planner import PROFILES, Group, advise, plan
+from ragged_jax.planner import PROFILES, Group, advise, hardware, plan
+from ragged_jax.planner._cost import untile_copies
 from ragged_jax.planner._reference import smallest_shard
 
 blocks = st.one_of(
@@ -334,3 +335,27 @@ def test_another_dim_may_lie_in_front():
     assert Layout.from_json(auto.layout.to_json()) == auto.layout
     with pytest.raises(ValueError, match="stored transposed"):
         auto.layout.ragged_shard("kernel")
+
+
+@pytest.mark.parametrize(
+    ("profile", "tile", "copies"),
+    [
+        ("h100", (8, 128), 1),
+        ("h100", (32, 32), 1),
+        ("v5p", (8, 128), 0),
+        ("v6e", (128, 128), 1),
+        ("v5p", (32, 32), 3),
+    ],
+)
+def test_untiling_costs_what_the_compilers_make_of_it(profile, tile, copies):
+    """`benchmarks/results/untile.md`: copies of one tensor in forward."""
+    assert untile_copies(hardware(profile), *tile) == copies
+
+
+@pytest.mark.parametrize(("block", "storage"), [(tile(8, 128), "tiled"), (tile(32, 32), "row_major")])
+def test_on_tpu_native_tiles_are_stored_tile_by_tile_and_narrow_ones_only_against_more_padding(block, storage):
+    """63 rows of 32 tiles over 32 shards: by rows 1.6 % of padding and one copy, by tiles none, or three copies."""
+    height, width = block.size
+    group = Group("", (TensorSpec("w", (63 * height, 32 * width), "bfloat16", block),))
+    made = plan([group], 32, profile="v5p", storage="auto")
+    assert made.layout.bucket("").slabs[0].placements[0].storage == storage

@@ -1,6 +1,6 @@
-"""How a model becomes buckets: Flax NNX modules here, plain pytrees in `fsdp`."""
+"""How a model becomes buckets: Flax NNX and Linen modules here, plain pytrees in `fsdp`."""
 
-from ._nnx import fully_shard as fully_shard
+from ._fully_shard import fully_shard as fully_shard
 from ._nnx_labels import labelled as labelled
 from ._nnx_module import SLABS as SLABS
 from ._nnx_module import PackedTensor as PackedTensor

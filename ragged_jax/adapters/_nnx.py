@@ -1,4 +1,4 @@
-"""Flax NNX: `fully_shard` a module, and how it passes through the transforms."""
+"""Flax NNX: sharding a module, and how it passes through the transforms."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,122 +9,52 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..fsdp import (
     Argument,
-    LabelRule,
     Part,
-    PrecisionRule,
-    ReshardRule,
+    Rules,
     SlabOf,
-    Specs,
-    SplitRule,
     Unit,
     as_argument,
-    check_layout_on_all_processes,
     create,
     fold_in_device,
     full_params_registry,
     groups_of,
-    label_groups,
-    make_layout,
-    one_kind,
     params_in,
     parts_of,
-    precision_for,
-    reshard_flags,
     shard_like_registry,
     units_of,
 )
 from ..fsdp import _check as check
-from ..layout import BlockRule, Layout, Slab, elements
-from ..planner import Group, Plan
-from ._nnx_find import ModuleUnits, Owned, Path, find, get_path, join
+from ..layout import BlockRule, Slab
+from ..planner import Group
+from ._match import ModuleUnits
+from ._nnx_find import Owned, Path, find, get_path, join
 from ._nnx_module import SLABS, ModuleUnit, PackedTensor, changing, info_of, make_unit, spec_of, stand_in
 
 
-def fully_shard(
+def shard_nnx(
     model: nnx.Module | Callable[[], nnx.Module],
-    mesh: Mesh,
+    rules: Rules,
     *,
-    axis: str | tuple[str, ...],
     units: ModuleUnits = None,
-    block: BlockRule | None = None,
     stacked: ModuleUnits = None,
     wrt: type[nnx.Variable] = nnx.Param,
-    plan: Plan | Layout | None = None,
-    reshard_after_forward: ReshardRule = True,
-    policy: Callable | None = None,
-    precision: PrecisionRule = None,
-    label: LabelRule = None,
-    specs: Specs | None = None,
-    check_processes: bool = True,
 ) -> nnx.Module:
-    """Spreads a Flax NNX model's parameters over a mesh axis, in place.
-
-    Args:
-      model: the module. Its other variables (statistics, random state) are replicated. Or a function of no
-        arguments that makes it: its parameters are then born as shards, with the same bits, and nothing is ever
-        whole (see `create`).
-      mesh: the devices, with `Auto` or `Explicit` axes.
-      axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
-      units: which submodules gather their parameters when they are called and drop them afterwards: a class,
-        several, or a predicate on path and module. What is left is gathered at the start of the step.
-      block: what no device boundary may cut; one rule, or a mapping from path patterns to rules. By default what
-        the plan says, or else single elements.
-      stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`.
-      wrt: the type of the variables to shard.
-      plan: a plan or layout to follow instead of making one.
-      reshard_after_forward: drop a unit's gathered weights and gather them again in backward. Where units are
-        called under `jax.remat` anyway, False saves a gather: the remat drops them. A mapping from patterns of
-        units' paths to bools decides for each unit; an int k is True for all but the last k units in the order of
-        the module tree, whose weights backward needs first. A stack counts as one unit: the layers of a scan share
-        one program, so that all of them drop their weights or none.
-      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
-        gathered weights and what cheap arithmetic makes again.
-      precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
-      label: names for parts that are to be trained apart, such as those that are frozen at first: a mapping from
-        path patterns to labels, or a function of the path. Parameters of different labels never share a slab, so
-        that a filter can choose between them; see `labelled`.
-      specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
-        to partition specs of the array, its layer dim included, such as `{"*/up/kernel": PartitionSpec(None, "tp")}`.
-        Each slice is then sharded by itself, and is never gathered over those axes. By default what the
-        variables say themselves (`nnx.with_partitioning`).
-      check_processes: where several processes take part, compare layouts before anything is sharded, so that all of
-        them fail with one message instead of hanging (see `check_same_on_all_processes`).
-
-    Returns:
-      The model. Parameters that have a slab of their own keep name and shape; the others lie in the unit's
-      `packed_slabs`. `full_params` gives all of them back.
-
-    Raises:
-      ValueError: an unknown axis, units that match nothing, or a plan for another model.
-      TypeError: parameters that are not numeric arrays.
-    """
-    axes = check.mesh_axes(mesh, axis)
+    """`fully_shard` for NNX, in place."""
     make = None if isinstance(model, nnx.Module) else model
     model = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
     if already := [join(path) for path, module in nnx.iter_modules(model) if info_of(module) is not None]:
         raise ValueError(f"the model is fully sharded already, at {', '.join(p or '(root)' for p in already)}")
     owned = find(model, wrt, units, stacked)
-    groups = label_groups((own.group(block or elements(1)) for own in owned), label)
-    groups = SplitRule.of(mesh, axes, specs).split(groups, _known_specs(owned))
-    one_kind(mesh, axes, groups)
-    check.block_patterns(block, groups)
-    check.patterns_match("precision", precision, [group.name for group in groups])
-    layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    if check_processes:
-        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
-    made = [
-        Unit(layout.bucket(own.name), mesh, axes, layout.shares, precision_for(own.name, precision)) for own in owned
-    ]
+    made = rules.units((own.group(rules.blocks) for own in owned), _known_specs(owned))
     if make is None:
-        _replicate_state(model, wrt, mesh)
-        slabs = {unit.bucket.name: unit.shard(_values(own)) for unit, own in zip(made, owned, strict=True)}
+        _replicate_state(model, wrt, rules.mesh)
+        slabs = {own.name: made[own.name].shard(_values(own)) for own in owned}
     else:
-        slabs, state = create(lambda: _made(make(), wrt, units, stacked), made)
+        slabs, state = create(lambda: _made(make(), wrt, units, stacked), list(made.values()))
         nnx.update(model, state)
-    reshard = {"": True, **reshard_flags(reshard_after_forward, [own.name for own in owned[1:]])}
-    for unit, own in zip(reversed(made), reversed(owned), strict=True):  # innermost first: a unit may hold units
+    for own in reversed(owned):  # innermost first: a unit may hold units
         paths = tuple((name, paths) for name, (_, paths) in own.params.items())
-        make_unit(own.module, ModuleUnit(unit, paths, wrt, reshard[own.name], policy), slabs[own.name])
+        make_unit(own.module, ModuleUnit(made[own.name], paths, wrt), slabs[own.name])
     return model
 
 
@@ -253,7 +183,7 @@ def _(model: nnx.Module) -> list[Part]:
             info.unit,
             info.slabs(module),
             {name: tuple(join((*path, *p)) for p in paths[1:]) for name, paths in info.paths if len(paths) > 1},
-            info.reshard and path != (),  # the root is gathered at the start of a step
+            info.unit.reshard and path != (),  # the root is gathered at the start of a step
         )
         for path, module, info in _units(model)
     ]
@@ -267,7 +197,9 @@ def _(model: nnx.Module) -> nnx.State:
 
 
 @groups_of.register
-def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits) -> list[Group]:
+def _(model: nnx.Module, block: BlockRule, units: ModuleUnits, stacked: ModuleUnits, *inputs: Any) -> list[Group]:
+    if inputs:
+        raise TypeError("an NNX module has its parameters already; example inputs are for Linen modules")
     return [owned.group(block) for owned in find(model, nnx.Param, units, stacked)]
 
 

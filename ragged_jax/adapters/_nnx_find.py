@@ -1,6 +1,6 @@
 """Reading a Flax NNX module: which submodules are units, and which parameters each of them owns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,9 @@ from ..fsdp import _check as check
 from ..fsdp import stack_length
 from ..layout import BlockRule, TensorSpec, block_for
 from ..planner import Group
+from ._match import ModuleUnits, matches
 
 Path = tuple[Any, ...]
-ModuleUnits = type | tuple[type, ...] | Callable[[str, nnx.Module], bool] | None
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def find(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) 
       TypeError: parameters that are not numeric arrays.
     """
     modules = {path: node for path, node in nnx.iter_modules(model) if path}
-    chosen = {path: node for path, node in modules.items() if _matches(units, path, node)}
-    stacks = {path for path, node in chosen.items() if _matches(stacked, path, node)}
+    chosen = {path: node for path, node in modules.items() if matches(units, join(path), node)}
+    stacks = {path for path, node in chosen.items() if matches(stacked, join(path), node)}
     kinds = ", ".join(sorted({type(node).__name__ for node in modules.values()}))
     if units is not None and not chosen:
         raise ValueError(f"units={units!r} matches no submodule; the model has {kinds}")
@@ -87,16 +87,6 @@ def find(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) 
         home = max((p for p in owners if all(q[: len(p)] == p for q in paths)), key=len)
         owners[home].params[join(path)] = (variable, tuple(q[len(home) :] for q in paths))
     return list(owners.values())
-
-
-def _matches(rule: ModuleUnits, path: Path, module: nnx.Module) -> bool:
-    if rule is None:
-        return False
-    if isinstance(rule, type | tuple):
-        return isinstance(module, rule)
-    if not callable(rule):
-        raise TypeError(f"units and stacked take a class, a tuple of classes or a predicate, got {rule!r}")
-    return rule(join(path), module)
 
 
 def _order(item: tuple[Path, Any]) -> tuple:

@@ -53,15 +53,11 @@ class ModuleUnit:
       unit: its bucket on the mesh.
       paths: by tensor, every path from the module to it.
       wrt: the filter that says which variables are sharded.
-      reshard: whether gathered weights are dropped after the forward pass.
-      policy: what the backward pass keeps otherwise.
     """
 
     unit: Unit
     paths: tuple[tuple[str, tuple[Path, ...]], ...]
     wrt: Any
-    reshard: bool
-    policy: Callable | None
 
     def put(self, module: nnx.Module, slabs: dict[str, jax.Array]) -> None:
         """Replaces the module's parameters by their shards, in place."""
@@ -236,8 +232,8 @@ def _gathering(method: Callable, name: str) -> Callable:
             out = precision.outputs(getattr(unit, name)(*args, **kwargs))
             return out, nnx.state((unit, args, kwargs), changing(info))
 
-        if info.reshard:
-            run = resharding(run, info.policy, scanned=info.unit.stacked)
+        if info.unit.reshard:
+            run = resharding(run, info.unit.policy, scanned=info.unit.stacked)
         out, left = run(params, state)
         nnx.update((self, args, kwargs), left)
         return out

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 
 from ._leaves import SlabOf, leaves_of
-from ._tree import ShardedTree
+from ._sharded_tree import ShardedTree, unshard
 from ._unit import Unit
-from ._unsharded import unshard
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from ..layout import BlockRule, Layout, elements
 from ..planner import Group, Plan
 from . import _check as check
 from ._labels import LabelRule, label_groups
+from ._sharded_tree import ShardedTree, units_in
 from ._split_rule import Specs, SplitRule
-from ._tree import ShardedTree, tree_groups, units_in
+from ._tree import tree_groups
 from ._unit import Unit
 
 
@@ -74,15 +75,17 @@ def get_layout(model: Any) -> Layout:
 
 
 @singledispatch
-def groups_of(model: Any, block: BlockRule, units: Any, stacked: Any) -> list[Group]:
+def groups_of(model: Any, block: BlockRule, units: Any, stacked: Any, *inputs: Any) -> list[Group]:
     """What the planner needs to know of an unsharded model; abstract arrays will do."""
+    if inputs:
+        raise TypeError(f"only a Linen module is planned with example inputs; {type(model).__name__} has its arrays")
     return tree_groups(model, block, units, stacked)
 
 
 def plan(
     model: Any,
     num_shards: int,
-    *,
+    *inputs: Any,
     block: BlockRule = elements(1),  # noqa: B008
     units: Any = None,
     stacked: Any = None,
@@ -94,8 +97,9 @@ def plan(
     """Plans a model without touching its values: what would lie where, and how much of it is padding.
 
     Args:
-      model: a Flax module or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
+      model: a Flax module, or a pytree, of arrays or of `jax.ShapeDtypeStruct` (see `nnx.eval_shape`).
       num_shards: how many devices would share it.
+      inputs: of a Linen module, example inputs as its `init` takes them after the key; shapes will do.
       block, units, stacked, label: as for `fully_shard` and `shard_tree`, which take the result as `plan=`.
       specs: as for them; the variables of a Flax module are not asked.
       axis_sizes: of the mesh axes that the specs name, e.g. `{"tp": 4}`.
@@ -106,7 +110,7 @@ def plan(
       >>> plan({"w": jax.ShapeDtypeStruct((1000, 64), "float32")}, 7).padding_fraction < 0.01
       True
     """
-    groups = label_groups(groups_of(model, block, units, stacked), label)
+    groups = label_groups(groups_of(model, block, units, stacked, *inputs), label)
     if specs:
         groups = SplitRule(axis_sizes or {}, specs).split(groups, {})
     check.block_patterns(block, groups)

@@ -28,11 +28,30 @@ def paths(tree: Any) -> frozenset[str]:
     return frozenset(keystr(path) for path, _ in tree_flatten_with_path(tree)[0])
 
 
+@jax.tree_util.register_pytree_node_class
+class replicated:
+    """Marks an argument of `value_and_grad` or `apply` that every device gets whole, instead of its share.
+
+    Around an output of the function (or a part of one, such as updated batch statistics) it says that there is one
+    value of it: floats that differ between devices are averaged instead of concatenated.
+    """
+
+    def __init__(self, value: Any):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, values):
+        return cls(*values)
+
+
 class Joined:
     """Sorts the leaves of a pytree inside `shard_map`, and puts them back together outside.
 
     A leaf that is the same on all devices is passed on whole, an array that differs is concatenated along dim 0,
-    a scalar that differs is averaged.
+    a scalar that differs is averaged, and so is all that is marked as `replicated`.
 
     Args:
       axes: the mesh axes over which leaves may differ.
@@ -50,9 +69,11 @@ class Joined:
         Raises:
           TypeError: known state differs that has no mean; every such leaf is named.
         """
+        tree, known = _unmarked(tree)
+        known |= self.known
         flat, self._treedef = tree_flatten_with_path(tree)
         named = [(keystr(path), leaf) for path, leaf in flat]
-        if bad := [name for name, x in named if name in self.known and varying(x) and not _is_float(x)]:
+        if bad := [name for name, x in named if name in known and varying(x) and not _is_float(x)]:
             raise TypeError(
                 "after the call these state leaves differ between devices and, not being floats, have no mean: "
                 f"{', '.join(bad)}. Reduce them over {self.axes} inside the function."
@@ -63,7 +84,7 @@ class Joined:
             if not isinstance(leaf, jax.Array):
                 self._plan.append(("constant", leaf))
                 continue
-            kind = "split" if varying(leaf) and leaf.ndim and name not in self.known else "whole"
+            kind = "split" if varying(leaf) and leaf.ndim and name not in known else "whole"
             self._plan.append((kind, None))
             parts[kind].append(self._split_leaf(leaf, kind))
         return parts
@@ -81,6 +102,19 @@ class Joined:
         queues = {kind: iter(values) for kind, values in parts.items()}
         leaves = [leaf if kind == "constant" else next(queues[kind]) for kind, leaf in self._plan]
         return jax.tree.unflatten(self._treedef, leaves)
+
+
+def _unmarked(tree: Any) -> tuple[Any, frozenset[str]]:
+    """The tree without its `replicated` marks, and the paths of the leaves that were under one."""
+
+    def marked(x: Any) -> bool:
+        return isinstance(x, replicated)
+
+    flat, _ = tree_flatten_with_path(tree, is_leaf=marked)
+    inner = (tree_flatten_with_path(x.value)[0] for _, x in flat if marked(x))
+    outer = (path for path, x in flat if marked(x))
+    found = {keystr((*path, *rest)) for path, leaves in zip(outer, inner, strict=True) for rest, _ in leaves}
+    return jax.tree.map(lambda x: x.value if marked(x) else x, tree, is_leaf=marked), frozenset(found)
 
 
 def _is_float(x: jax.Array) -> bool:

@@ -5,10 +5,10 @@ from functools import cached_property, singledispatch
 from typing import Any
 
 import jax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_flatten_with_path
 
 from ..layout import Slab
-from ._tree import ShardedTree
+from ._sharded_tree import ShardedTree
 from ._unit import Unit
 
 
@@ -98,7 +98,7 @@ def leaves_of(tree: Any) -> Leaves:
     return Leaves(
         tuple(
             Leaf(
-                keystr(path, simple=True, separator="/"),
+                _path(path),
                 tuple(jax.numpy.shape(x)),
                 str(jax.numpy.result_type(x)),
                 of if isinstance(of, SlabOf) else None,
@@ -106,3 +106,10 @@ def leaves_of(tree: Any) -> Leaves:
             for (path, x), of in zip(flat, slabs, strict=True)
         )
     )
+
+
+def _path(path: tuple) -> str:
+    """With slashes. The `value` attribute of a variable is no part of a parameter's name."""
+    if len(path) > 1 and isinstance(path[-1], GetAttrKey) and path[-1].name == "value":
+        path = path[:-1]
+    return keystr(path, simple=True, separator="/")

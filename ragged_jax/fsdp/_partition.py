@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from ._sharded_tree import ShardedTree
 from ._sink import WithSink
-from ._tree import ShardedTree
 
 PathRule = str | tuple[str, ...] | Callable[[str], bool]
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ._generic import _unknown
-from ._tree import ShardedTree
+from ._sharded_tree import ShardedTree
 from ._unit import Unit
 
 

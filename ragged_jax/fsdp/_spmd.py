@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.tree_util import keystr, tree_flatten_with_path
 
 from . import _check as check
 from ._argument import Argument
-from ._joined import Joined, paths, vary
+from ._joined import Joined, paths, replicated, vary
 from ._memory import to_memory
 from ._splits import auto, closed, only, opened, opened_spec, others
 from ._unit import pin
@@ -25,19 +26,8 @@ _CARRY = (
 )
 
 
-@jax.tree_util.register_pytree_node_class
-class replicated:
-    """Marks an argument of `value_and_grad` or `apply` that every device gets whole, instead of its share."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, values):
-        return cls(*values)
+# What adapters need to be in force while a user's function runs.
+around_calls: list[Callable[[], AbstractContextManager]] = []
 
 
 class Call:
@@ -74,12 +64,15 @@ class Call:
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
         args, kwargs = jax.tree.unflatten(self._treedef, leaves)
         opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
-        try:
-            out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-        except TypeError as error:
-            if "manual axis types do not match" not in str(error):
-                raise
-            raise TypeError(f"{error}\n\n{_CARRY}") from error
+        with ExitStack() as stack:
+            for context in around_calls:
+                stack.enter_context(context())
+            try:
+                out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+            except TypeError as error:
+                if "manual axis types do not match" not in str(error):
+                    raise
+                raise TypeError(f"{error}\n\n{_CARRY}") from error
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
     def _pairs(self):

@@ -1,4 +1,4 @@
-"""Plain pytrees of arrays, sharded."""
+"""Plain pytrees of arrays: which subtrees become units, and how they are sharded."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,72 +9,20 @@ import jax
 from jax.sharding import Mesh
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
 
-from ..layout import BlockRule, Layout, TensorSpec, block_for, elements
+from ..layout import BlockRule, Layout, TensorSpec, block_for
 from ..planner import Group, Plan
 from . import _check as check
 from ._init import create
-from ._labels import LabelRule, label_groups
-from ._layout import make_layout, stack_length
-from ._precision import PrecisionRule, precision_for
-from ._processes import check_layout_on_all_processes
-from ._split_rule import Specs, SplitRule, one_kind
+from ._labels import LabelRule
+from ._layout import stack_length
+from ._precision import PrecisionRule
+from ._reshard import ReshardRule
+from ._rules import Rules
+from ._sharded_tree import ShardedTree
+from ._split_rule import Specs
 from ._unit import Arrays, Unit
 
 TreeUnits = str | tuple[str, ...] | Callable[[str, Any], bool] | None
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class ShardedTree:
-    """A pytree of arrays whose bytes are spread over a mesh axis.
-
-    Itself a pytree: its leaves are the slabs' arrays, so `optax` transforms, `jit`, donation and `tree.map`
-    work on it as on any other. A tensor that has a slab of its own is found there under its path with its
-    natural shape. What the layout says travels along as static data.
-
-    Attributes:
-      slabs: by name, the arrays of this tree's own bucket; None for those that `partition` took away.
-      children: by path, subtrees that are buckets of their own (`units=`).
-      unit: the bucket on its mesh.
-    """
-
-    def __init__(self, slabs: Arrays, children: dict[str, "ShardedTree"], unit: Unit, treedef: Any, names: Any):
-        self.slabs = slabs
-        self.children = children
-        self.unit = unit
-        self._treedef = treedef  # of the original tree, where each child counts as one leaf
-        self._names: tuple[str, ...] = names  # of its leaves: tensors and children
-
-    def tree_flatten_with_keys(self):
-        keyed = ((GetAttrKey("slabs"), self.slabs), (GetAttrKey("children"), self.children))
-        return keyed, (self.unit, self._treedef, self._names)
-
-    @classmethod
-    def tree_unflatten(cls, static, parts):
-        return cls(*parts, *static)
-
-    def rebuild(self, tensors: Mapping[str, Any], children: Mapping[str, Any]) -> Any:
-        """The original structure, with these leaves."""
-        leaves = [children[name] if name in self.children else tensors.get(name) for name in self._names]
-        return jax.tree.unflatten(self._treedef, leaves)
-
-    def flatten_up_to(self, tree: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A tree of the original structure, as its leaves and its children's subtrees, by name.
-
-        Raises:
-          ValueError: the structures differ.
-        """
-        named = dict(zip(self._names, self._treedef.flatten_up_to(tree), strict=True))
-        children = {name: named.pop(name) for name in self.children}
-        return named, children
-
-    def replace(self, slabs: Arrays, children: dict[str, "ShardedTree"]) -> "ShardedTree":
-        """A tree of the same layout with other arrays."""
-        return ShardedTree(slabs, children, self.unit, self._treedef, self._names)
-
-    def __repr__(self):
-        slabs = ", ".join(f"{name}: {getattr(x, 'shape', x)}" for name, x in self.slabs.items())
-        inner = f"; children {', '.join(self.children)}" if self.children else ""
-        return f"ShardedTree({self.unit.bucket.name or 'root'} over {self.unit.axis}: {{{slabs}}}{inner})"
 
 
 def shard_tree(
@@ -87,6 +35,8 @@ def shard_tree(
     stacked: TreeUnits = None,
     plan: Plan | Layout | None = None,
     precision: PrecisionRule = None,
+    reshard_after_forward: ReshardRule = True,
+    policy: Callable | None = None,
     label: LabelRule = None,
     specs: Specs | None = None,
     check_processes: bool = True,
@@ -105,6 +55,9 @@ def shard_tree(
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
+      reshard_after_forward: drop a unit's gathered weights and gather them again in backward; as for `fully_shard`.
+      policy: a `jax.checkpoint` policy for what units keep for the backward pass; by default everything but
+        gathered weights and what cheap arithmetic makes again.
       label: names for parts that are to be trained apart: a mapping from path patterns to labels, or a function of
         the path. Tensors of different labels never share a slab; see `partition`.
       specs: how tensors are split over other mesh axes (tensor and expert parallelism): a mapping from path patterns
@@ -128,50 +81,37 @@ def shard_tree(
       >>> full_params(tree)["w"].shape
       (3, 5)
     """
-    axes = check.mesh_axes(mesh, axis)
-    root = _parse_checked(jax.eval_shape(params) if callable(params) else params, units, stacked)
-    groups = label_groups((part.group(block or elements(1)) for part in root.walk()), label)
-    groups = SplitRule.of(mesh, axes, specs).split(groups, {})
-    one_kind(mesh, axes, groups)
-    check.block_patterns(block, groups)
-    check.patterns_match("precision", precision, [group.name for group in groups])
-    layout = make_layout(groups, mesh.shape[axes[-1]], plan, same_blocks=block is not None)
-    if check_processes:
-        check_layout_on_all_processes(layout, mesh, axes, precision=precision)
+    rules = Rules(mesh, axis, block, plan, reshard_after_forward, policy, precision, label, specs, check_processes)
+    root = parse(jax.eval_shape(params) if callable(params) else params, units, stacked)
+    made = rules.units(subtree.group(rules.blocks) for subtree in root.walk())
     if not callable(params):
-        return root.build(layout, mesh, axes, precision, lambda unit, own: unit.shard(own))
-    abstract = root.build(layout, mesh, axes, precision, lambda unit, own: {})
-    slabs, _ = create(lambda: (_by_name(params(), units, stacked), ()), units_in(abstract))
-    return root.build(layout, mesh, axes, precision, lambda unit, own: slabs[unit.bucket.name])
-
-
-def units_in(tree: ShardedTree) -> list[Unit]:
-    """The buckets of a sharded tree on their mesh, the root first."""
-    return [tree.unit, *(unit for child in tree.children.values() for unit in units_in(child))]
+        return root.build(made)
+    slabs, _ = create(lambda: (_by_name(params(), units, stacked), ()), list(made.values()))
+    return root.build(made, lambda unit, own: slabs[unit.bucket.name])
 
 
 def _by_name(params: Any, units: TreeUnits, stacked: TreeUnits) -> dict[str, Any]:
-    parts = _parse_checked(params, units, stacked).walk()
-    return {name: leaf for part in parts for name, leaf in part.own.items()}
+    subtrees = parse(params, units, stacked).walk()
+    return {name: leaf for subtree in subtrees for name, leaf in subtree.own.items()}
 
 
 def tree_groups(params: Any, block: BlockRule, units: TreeUnits, stacked: TreeUnits) -> list[Group]:
     """The tensors of a pytree as the planner sees them, bucket by bucket."""
-    return [part.group(block) for part in _parse_checked(params, units, stacked).walk()]
+    return [subtree.group(block) for subtree in parse(params, units, stacked).walk()]
 
 
 @dataclass(frozen=True)
-class _Part:
+class Subtree:
     """A subtree that becomes one bucket, and the units below it."""
 
     name: str
     treedef: Any
     names: tuple[str, ...]
     own: dict[str, Any]
-    children: dict[str, "_Part"]
+    children: dict[str, "Subtree"]
     stack: bool
 
-    def walk(self) -> Iterator["_Part"]:
+    def walk(self) -> Iterator["Subtree"]:
         yield self
         for child in self.children.values():
             yield from child.walk()
@@ -184,15 +124,25 @@ class _Part:
         )
         return Group(self.name, tuple(specs), length)
 
-    def build(
-        self, layout: Layout, mesh: Mesh, axes: tuple[str, ...], precision: PrecisionRule, shard: Callable
-    ) -> ShardedTree:
-        unit = Unit(layout.bucket(self.name), mesh, axes, layout.shares, precision_for(self.name, precision))
-        children = {name: child.build(layout, mesh, axes, precision, shard) for name, child in self.children.items()}
-        return ShardedTree(shard(unit, self.own), children, unit, self.treedef, self.names)
+    def build(self, units: Mapping[str, Unit], place: Callable[[Unit, Arrays], Arrays] = Unit.shard) -> ShardedTree:
+        """The sharded tree of these tensors.
+
+        Args:
+          units: the buckets on their mesh, by name.
+          place: makes the arrays of a unit's slabs from its tensors.
+        """
+        unit = units[self.name]
+        children = {name: child.build(units, place) for name, child in self.children.items()}
+        return ShardedTree(place(unit, self.own), children, unit, self.treedef, self.names)
 
 
-def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:
+def parse(params: Any, units: TreeUnits, stacked: TreeUnits) -> Subtree:
+    """The root of a pytree with its units below it.
+
+    Raises:
+      ValueError: units that match nothing, or ambiguous paths.
+      TypeError: leaves that are not arrays.
+    """
     root = _parse(params, "", units, stacked, stack=False)
     parts = list(root.walk())
     for rule, what in ((units, "units"), (stacked, "stacked")):
@@ -203,7 +153,7 @@ def _parse_checked(params: Any, units: TreeUnits, stacked: TreeUnits) -> _Part:
     return root
 
 
-def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> _Part:
+def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> Subtree:
     prefix = name and name + "/"
     found: dict[int, str] = {}
     for path, _ in tree_flatten_with_path(tree)[0] if units is not None else []:
@@ -222,7 +172,7 @@ def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bo
             children[below] = _parse(leaf, below, units, stacked, _matches(stacked, below, leaf))
         else:
             own[below] = leaf
-    return _Part(name, treedef, tuple(names), own, children, stack)
+    return Subtree(name, treedef, tuple(names), own, children, stack)
 
 
 def _paths(tree: Any) -> list[str]:

@@ -1,7 +1,7 @@
 """`Unit`: a bucket on a mesh. Where its slabs live, how they get there and back."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -41,6 +41,8 @@ class Unit:
       axes: the mesh axes that split the batch; the slabs are sharded over the last, replicated over the rest.
       shares: how many parts of each slab every device holds, when that is not one each.
       precision: the dtypes of its collectives and of what it computes.
+      reshard: whether gathered weights are dropped after the forward pass.
+      policy: what the backward pass keeps otherwise.
     """
 
     bucket: Bucket
@@ -48,13 +50,15 @@ class Unit:
     axes: tuple[str, ...]
     shares: Shares = None
     precision: MixedPrecision = FULL
+    reshard: bool = True
+    policy: Callable | None = None
 
     def __hash__(self):  # part of jit's cache key: asked for in every step
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision))
+        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision, self.reshard, self.policy))
 
     @property
     def axis(self) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ._maps import MapName, code_map
 from ._quantise import product
 
 MIN_NUMEL = 4096
-CHUNK = 2**16
+CHUNK_ON_CPU = 2**17
 
 
 class Moment8bit(NamedTuple):
@@ -46,7 +46,7 @@ class ScaleByAdam8bitState(NamedTuple):
       leaves: what the parameters are; static.
     """
 
-    count: jax.Array
+    count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Moment8bit
     nu: Moment8bit
     leaves: Leaves
@@ -138,7 +138,7 @@ class _Adam:
         def local(numbers, arrays):
             index = lax.axis_index(axis)
             return [
-                step(row.grid, self.rules, numbers, index, *own, row.finish)
+                step(row.grid, self.rules, numbers, index, *own, row.finish)  # pyright: ignore[reportCallIssue]
                 for row, own in zip(rows, arrays, strict=True)
             ]
 
@@ -160,7 +160,7 @@ class _Row(NamedTuple):
     leaf: Leaf
     grid: Grid
     finish: Any
-    arrays: tuple
+    arrays: tuple[Any, Stored, Stored, Any]
 
 
 def _same_leaves(flat: list, leaves: Leaves) -> None:
@@ -235,7 +235,7 @@ def _applied(decay: float) -> Finish:
     return finish
 
 
-def _numbers(count: jax.Array, b1: Any, b2: Any, eps: Any, rate: Any = 0.0) -> Numbers:
+def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0) -> Numbers:
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     left = lambda b, t: 1 / (1 - power(b, t))
     return Numbers(
@@ -249,6 +249,8 @@ def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk) -> _Adam:
         if not isinstance(mapped, Block | None):
             raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
     code_map(map, signed=True)
+    if chunk == "auto":
+        chunk = CHUNK_ON_CPU if jax.default_backend() == "cpu" else None
     return _Adam(block, min_numel, Rules(map, int(clamp_second_moment), nesterov, chunk))
 
 
@@ -262,7 +264,7 @@ def scale_by_adam8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None = CHUNK,
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformation:
     """Adam whose moments are kept in 8 bits, block by block: 2.03 bytes a parameter instead of 8.
 
@@ -276,16 +278,18 @@ def scale_by_adam8bit(
     Args:
       b1, b2: decay rates of the moments.
       eps: added to the denominator.
-      block: which elements share a scale; one block (`rj.elements(256)`, `rj.tile(32, 32)`, `rj.rows(1)`), or a mapping
-        from patterns of paths to blocks, where None keeps a tensor's moments in float32 and what matches nothing has
-        `rj.elements(256)`. No device boundary may cut a block.
+      block: which elements share a scale; one block (`rj.elements(256)`, `rj.tile(32, 32)`, `rj.rows(1)`), or a
+        mapping from patterns of paths to blocks, where None keeps a tensor's moments in float32 and what matches
+        nothing has `rj.elements(256)`. No device boundary may cut a block. With rows and tiles, tensors of one dim
+        keep their moments in float32.
       map: what the 256 codes stand for: dynamic, linear or fp8.
       min_numel: tensors with fewer elements keep their moments in float32.
       clamp_second_moment: never rounds a second moment to zero unless its whole block is. Without it the update of
         such an element is divided by `eps` alone. False is the published rule, for exchange with other libraries.
       nesterov: looks one step ahead, as `optax.nadam`.
-      chunk: elements that are worked on together. Larger ones cost temporary memory, smaller ones time. None for
-        ordinary arrays that you have sharded yourself.
+      chunk: elements that are worked on together. Larger ones cost temporary memory, smaller ones time. None: all
+        of an array, as suits accelerators and ordinary arrays that you have sharded yourself. By default 2**17 on
+        a CPU and None elsewhere.
 
     Returns:
       The transform. Its state is a `ScaleByAdam8bitState`.
@@ -307,13 +311,13 @@ def scale_by_adam8bit(
 
     def update(updates: Any, state: ScaleByAdam8bitState, params: Any = None):
         del params
-        count = optax.safe_increment(state.count)
+        count: Any = optax.safe_increment(state.count)
         flat, treedef = jax.tree.flatten(updates)
         finishes = [_as_gradient] * len(flat)
         out, mu, nu = adam.step(_numbers(count, b1, b2, eps), updates, state, flat, finishes)
         return jax.tree.unflatten(treedef, out), ScaleByAdam8bitState(count, mu, nu, state.leaves)
 
-    return optax.GradientTransformation(adam.init, update)
+    return optax.GradientTransformation(adam.init, update)  # pyright: ignore[reportArgumentType]
 
 
 def adamw8bit(
@@ -321,7 +325,7 @@ def adamw8bit(
     b1: jax.typing.ArrayLike = 0.9,
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
-    weight_decay: jax.typing.ArrayLike = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     block: BlockChoice = DEFAULT,
@@ -329,7 +333,7 @@ def adamw8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None = CHUNK,
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with moments in 8 bits. See `scale_by_adam8bit` for the options, `optax.adamw` for the rest.
 
@@ -376,7 +380,7 @@ def fused_adamw8bit(
     min_numel: int = MIN_NUMEL,
     clamp_second_moment: bool = True,
     nesterov: bool = False,
-    chunk: int | None = CHUNK,
+    chunk: int | Literal["auto"] | None = "auto",
 ) -> FusedOptimizer:
     """`adamw8bit` in one pass: parameters are updated chunk by chunk, and the update of a whole array exists nowhere.
 
@@ -394,7 +398,7 @@ def fused_adamw8bit(
     adam = _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk)
 
     def apply(params: Any, grads: Any, state: ScaleByAdam8bitState) -> tuple[Any, ScaleByAdam8bitState]:
-        count = optax.safe_increment(state.count)
+        count: Any = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         flat, treedef = jax.tree.flatten(params)
         decays = [True] * len(flat)

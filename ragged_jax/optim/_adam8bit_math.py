@@ -1,6 +1,5 @@
 """One step of 8-bit Adam on the arrays of one device."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,10 +56,12 @@ class Rules:
 class Stored(NamedTuple):
     """A moment of one array: codes in its shape, a scale for each block, float32 for what is not quantised."""
 
-    codes: jax.Array
-    scales: jax.Array
-    exact: jax.Array
+    codes: Any
+    scales: Any
+    exact: Any
 
+
+LANES = 16  # of the widest vector registers
 
 Finish = Callable[[Numbers, jax.Array, Any], jax.Array]
 """From the direction (float32) and what goes along with it (gradient or parameter) to what the step returns."""
@@ -119,37 +120,64 @@ def step(
 def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: Stored, nu: Stored, along, finish):
     """Where a reshape makes the blocks: a chunk of whole blocks at a time, in one pass."""
     strips, height, across, width = view
-    rest = (height, across, width)
+    strips *= g.size // (strips * height * across * width)  # of all layers
 
-    def one(g, mc, ms, vc, vs, along):
-        ms, vs = (s[:, None, :, None] for s in (ms, vs))
-        gf = g.astype(jnp.float32)
-        m, v = moments(n, gf, decode(mc, ms, rules.signed), decode(vc, vs, rules.unsigned))
+    # No dims of size 1: they make the compiler copy arrays into another layout, and vectorise worse.
+    flat_blocks = height == across == 1
+
+    def blocks(x):
+        return x.reshape(-1, width) if flat_blocks else x.reshape(-1, height, across, width)
+
+    def spread(s):
+        return s[:, None] if flat_blocks else s.reshape(-1, 1, across, 1)
+
+    def one(given, held):
+        target, mc, ms, vc, vs = held
+        gf, along = blocks((given or held)[0]).astype(jnp.float32), blocks(target)
+
+        def now(g, mc, ms, vc, vs):
+            m = decode(blocks(mc), spread(ms), rules.signed)
+            v = decode(blocks(vc), spread(vs), rules.unsigned)
+            return moments(n, g, m, v)
+
+        m, v = now(gf, mc, ms, vc, vs)
+        # Unchunked, the moments are made twice: in memory they would cost more than to make them.
+        most = (m, v) if rules.chunk else now(*lax.optimization_barrier((gf, mc, ms, vc, vs)))
+        new_ms, new_vs = (scale_of(_largest(x)) for x in most)
         out = finish(n, direction(n, rules, gf, m, v), along)
-        ms, vs = (scale_of(_largest(x)) for x in (m, v))
-        codes = (
-            encode(m, ms[:, None, :, None], rules.signed),
-            encode(v, vs[:, None, :, None], rules.unsigned, rules.at_least),
-        )
-        return out, codes[0], ms, codes[1], vs
+        new_mc = encode(m, spread(new_ms), rules.signed)
+        new_vc = encode(v, spread(new_vs), rules.unsigned, rules.at_least)
+        new = (out, new_mc, new_ms, new_vc, new_vs)
+        return tuple(x.reshape(like.shape) for x, like in zip(new, held, strict=True))
 
-    layers = g.size // (strips * math.prod(rest))
-    strips = strips * layers
-    shape = lambda x: x.reshape(strips, *rest)
-    scale = lambda x: x.reshape(strips, across)
-    inputs = (shape(g), shape(mu.codes), scale(mu.scales), shape(nu.codes), scale(nu.scales), shape(along))
-    out, mc, ms, vc, vs = chunked(one, inputs, rules.chunk and max(1, rules.chunk // math.prod(rest)))
-    back = lambda x, like: x.reshape(like.shape)
+    def flat(x):
+        return x.reshape(strips, -1)
+
+    def scales(s):
+        return s.reshape(strips) if across == 1 else s.reshape(strips, across)
+
+    held = (flat(along), flat(mu.codes), scales(mu.scales), flat(nu.codes), scales(nu.scales))
+    given = () if along is g else (flat(g),)
+    size = rules.chunk and max(1, rules.chunk // (height * across * width))
+    out, mc, ms, vc, vs = in_place(one, given, held, size)
     return (
-        back(out, g),
-        mu._replace(codes=back(mc, g), scales=back(ms, mu.scales)),
-        nu._replace(codes=back(vc, g), scales=back(vs, nu.scales)),
+        out.reshape(g.shape),
+        mu._replace(codes=mc.reshape(g.shape), scales=ms.reshape(mu.scales.shape)),
+        nu._replace(codes=vc.reshape(g.shape), scales=vs.reshape(nu.scales.shape)),
     )
 
 
 def _largest(x: jax.Array) -> jax.Array:
-    """[strips, height, blocks, width] to the largest magnitude [strips, blocks]."""
-    return jnp.max(magnitude(x), axis=(1, 3))
+    """[blocks, width] or [strips, height, blocks, width] to the largest magnitude of each block.
+
+    In two stages, of which the first leaves a vector register's worth: a CPU reduces a last dim element by element.
+    """
+    *outer, width = x.shape
+    bits = magnitude(x)
+    if width % LANES or width == LANES:
+        return jnp.max(bits, axis=-1 if len(outer) == 1 else (1, 3))
+    bits = bits.reshape(*outer, width // LANES, LANES)
+    return jnp.max(lax.optimization_barrier(jnp.max(bits, axis=1 if len(outer) == 1 else (1, 3))), axis=-1)
 
 
 def _ragged(grid: Grid, rules: Rules, n: Numbers, index, g, mu: Stored, nu: Stored, along, finish):
@@ -234,6 +262,27 @@ def _inside(grid: Grid, index: Any, g: jax.Array) -> jax.Array:
     for p in range(len(grid.exact)):
         valid = valid | ((at >= runs[p, 0]) & (at < runs[p, 0] + runs[p, 1]))
     return jnp.broadcast_to(valid, (g.size // grid.room, grid.room)).reshape(g.shape)
+
+
+def in_place(function: Callable, given: tuple, held: tuple, size: int | None) -> tuple[jax.Array, ...]:
+    """`function` of arrays with a common dim 0, `size` of it at a time; what it gives replaces each chunk of `held`.
+
+    The barriers keep reads before the writes of the same chunk; otherwise the compiler copies whole arrays.
+    """
+    length = held[0].shape[0]
+    if size is None or length <= size:
+        return function(given, held)
+    size = next((d for d in range(size, size // 4, -1) if length % d == 0), size)
+
+    def replace(held, start, size):
+        take = lambda x: lax.dynamic_slice_in_dim(x, start, size)
+        old = lax.optimization_barrier(tuple(take(x) for x in held))
+        new = lax.optimization_barrier(function(tuple(take(x) for x in given), old))
+        return tuple(lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(held, new, strict=True))
+
+    whole = length // size
+    held = lax.fori_loop(0, whole, lambda i, held: replace(held, i * size, size), held)
+    return replace(held, whole * size, length - whole * size) if length % size else held
 
 
 def chunked(function: Callable, inputs: tuple[jax.Array, ...], size: int | None) -> tuple[jax.Array, ...]:

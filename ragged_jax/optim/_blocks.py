@@ -140,7 +140,10 @@ class Grid:
 
     @cached_property
     def view(self) -> tuple[int, int, int, int] | None:
-        """The shape (strips, height, blocks in a strip, width) that makes blocks of a device's elements, if one does."""
+        """The shape (strips, height, blocks in a strip, width) that makes blocks of a device's elements.
+
+        None where no shape does.
+        """
         if self.padded or self.exact or len(self.parts) != 1 or not self.room:
             return None
         (part,) = self.parts
@@ -156,7 +159,7 @@ class Grid:
         """Blocks that each device has room for, a layer."""
         if self.view:
             return self.view[0] * self.view[2]
-        return int(self._table(self.parts, blocks=True)[:, :, 1:].sum(2).max(initial=0)) if self.parts else 0
+        return int(self._table(self.parts, blocks=True)[:, :, 2].sum(1).max(initial=0)) if self.parts else 0
 
     @cached_property
     def num_exact(self) -> int:
@@ -255,6 +258,6 @@ def not_whole(faults: Iterable[str]) -> ValueError:
     return ValueError(
         "blocks that are quantised together must lie on one device, but of these tensors they do not:\n"
         + "\n".join(faults)
-        + "\nShard them in the same blocks (block=rj.elements(256), or a multiple, for the default), quantise them in "
-        'the blocks in which they are sharded, or keep them in float32 (block={"pattern of their path": None}).'
+        + "\nShard them in the same blocks (block=rj.elements(256), or a multiple, for the default), quantise them "
+        'in the blocks in which they are sharded, or keep them in float32 (block={"pattern of their path": None}).'
     )

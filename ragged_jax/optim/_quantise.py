@@ -16,7 +16,7 @@ SMALLEST_BITS = int(SMALLEST_SCALE.view(np.int32))
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a * b`, rounded, saturating at 2**126 so that the sum of two is finite. NaN stays NaN."""
+    """`a * b`, rounded, saturating at 2**125, so that a sum of two has a reciprocal. NaN stays NaN."""
     return lax.clamp(-LARGEST, a * b, LARGEST)
 
 
@@ -32,7 +32,7 @@ def scale_of(largest: jax.Array) -> jax.Array:
 
 def encode(x: jax.Array, scale: jax.Array, code_map: CodeMap, at_least: int = 0) -> jax.Array:
     """uint8 codes of `x`, float32, in blocks of these scales (broadcast against it)."""
-    y = jnp.where(scale == 0, np.float32(0), x / scale)
+    y = x * jnp.where(scale == 0, np.float32(0), 1 / scale)
     bits = lax.bitcast_convert_type(y, jnp.int32)
     low = bits & np.int32(0xFFFF)
     last = 127 * CELLS - code_map.lowest

@@ -1,7 +1,7 @@
 """8-bit Adam in numpy: slow and obvious, the oracle of the JAX and the torch implementation. Needs no framework."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ._maps import MapName, code_map
 F32 = np.float32
 TINY = F32(2.0**-126)  # the smallest normal number; hardware flushes what is smaller
 SMALLEST_SCALE = F32(2.0**-100)  # a block with a smaller absolute maximum is stored as zeros
-LARGEST = F32(2.0**126)  # products saturate here, so that a sum of two is finite
+LARGEST = F32(2.0**125)  # products saturate here, so that a sum of two has a normal reciprocal
 
 
 def block_ids(shape: tuple[int, ...], block: Block) -> np.ndarray:
@@ -40,12 +40,12 @@ def block_ids(shape: tuple[int, ...], block: Block) -> np.ndarray:
     return ids * -(-shape[-1] // width) + index[-1] // width
 
 
-def flush(x: np.ndarray) -> np.ndarray:
+def flush(x: Any) -> Any:
     """With subnormal numbers as zero, as the hardware has them."""
     return np.where(np.abs(x) < TINY, F32(0), x)
 
 
-def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def product(a: Any, b: Any) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         return np.clip(flush((a * b).astype(F32)), -LARGEST, LARGEST)
 
@@ -58,9 +58,8 @@ def quantise(
     scales = np.zeros(int(ids.max(initial=-1)) + 1, F32)
     np.maximum.at(scales, ids, np.abs(x))
     scales = np.where(scales < SMALLEST_SCALE, F32(0), scales)
-    each = scales[ids]
-    with np.errstate(invalid="ignore"):
-        y = np.where(each > 0, flush(x) / np.where(each > 0, each, F32(1)), F32(0)).astype(F32)
+    inverse = np.where(scales == 0, F32(0), F32(1) / np.where(scales == 0, F32(1), scales))
+    y = flush(x) * inverse[ids]
     codes = np.searchsorted(table.midpoints, y, side="left")
     return np.maximum(codes, at_least).astype(np.uint8), scales
 
@@ -81,9 +80,9 @@ def power(base: float, exponent: int) -> np.float32:
 
 
 class Moments(NamedTuple):
-    """The 8-bit state of one tensor after `count` steps."""
+    """The 8-bit state of one tensor after `step` steps."""
 
-    count: int
+    step: int
     mu_codes: np.ndarray
     mu_scales: np.ndarray
     nu_codes: np.ndarray
@@ -96,7 +95,7 @@ class Adam8bit:
     Example:
       >>> adam = Adam8bit()
       >>> update, state = adam.update(np.ones((64, 64), np.float32), adam.init((64, 64)))
-      >>> float(update[0, 0])
+      >>> round(float(update[0, 0]), 3)
       1.0
     """
 
@@ -112,7 +111,8 @@ class Adam8bit:
         nesterov: bool = False,
     ):
         self.b1, self.b2, self.eps = b1, b2, eps
-        self.block, self.map, self.at_least, self.nesterov = block, map, int(clamp_second_moment), nesterov
+        self.map: MapName = map
+        self.block, self.at_least, self.nesterov = block, int(clamp_second_moment), nesterov
 
     def init(self, shape: tuple[int, ...]) -> Moments:
         return self._store(0, np.zeros(shape, F32), np.zeros(shape, F32))
@@ -127,7 +127,7 @@ class Adam8bit:
 
     def update(self, grad: np.ndarray, state: Moments) -> tuple[np.ndarray, Moments]:
         """The update (float32) and the next state. The update comes from the moments before they are quantised."""
-        g, ids, count = flush(grad.astype(F32)), block_ids(grad.shape, self.block), state.count + 1
+        g, ids, count = flush(grad.astype(F32)), block_ids(grad.shape, self.block), state.step + 1
         b1, b2, c1, c2 = F32(self.b1), F32(self.b2), F32(1 - self.b1), F32(1 - self.b2)
         m = dequantise(state.mu_codes, state.mu_scales, ids, self.map, signed=True)
         v = dequantise(state.nu_codes, state.nu_scales, ids, self.map, signed=False)

@@ -52,7 +52,7 @@ def assign_owners(
     if repeated:
         raise ValueError(f"matrices are named twice: {', '.join(repeated)}")
     by_size = sorted(ordered, key=lambda m: (-m.cost, -m.numel, m.rows, m.cols, m.tensor, m.index))
-    classes = [list(group) for _, group in groupby(by_size, key=lambda m: (m.rows, m.cols))]
+    classes = [list(group) for _, group in groupby(by_size, key=lambda m: (m.cost, m.rows, m.cols))]
     homes = _homes(ordered, layout) if layout else {}
     owner_of: dict[Matrix, int] = {}
     for members, quota in zip(classes, _quotas(classes, num_shards, tolerance), strict=True):

@@ -19,7 +19,7 @@ from ..layout import (
     tile_regions,
 )
 from ._bound import capacity_bound
-from ._cost import slab_seconds
+from ._cost import slab_seconds, untile_copies
 from ._group import Group
 from ._hardware import HardwareProfile
 from ._place import Item
@@ -128,7 +128,7 @@ class BucketPlanner:
             member = _member(kind, tensor, count, wide)
             keep = self.storage == "auto" and self._divides(member, tensor.nbytes)
             if tiled and not keep and can_be_tiled(tensor):
-                member = _tiled_member(kind, tensor, count)
+                member = _tiled_member(kind, tensor, count, self.profile)
             members.append(member)
         return members
 
@@ -153,7 +153,7 @@ class BucketPlanner:
                     filled += [(dtype, slab)] * member.copies
                     nbytes = member.numel * size
                     relaid = 0 if slab.sole or member.tiled or member.row in (0, slab.width) else nbytes
-                    untiled = nbytes if member.tiled else 0
+                    untiled = nbytes * member.untile
                     cost = slab_seconds(self.profile, self.num_shards, slab.shard_numel * size, 0, relaid, untiled)
                     seconds += member.copies * cost
             filled += [(dtype, pool.filled()) for pool in chosen]
@@ -199,11 +199,12 @@ def _member(index: int, tensor: TensorSpec, copies: int, wide: bool) -> Member:
     return Member(index, numel, granularity, 0, row, math.gcd(row, granularity), copies)
 
 
-def _tiled_member(index: int, tensor: TensorSpec, copies: int) -> Member:
+def _tiled_member(index: int, tensor: TensorSpec, copies: int, profile: HardwareProfile) -> Member:
     """The tensor stored tile by tile, in rows of one tile's width."""
     granularity, tail = cuts(tensor, "tiled")
     row = min(tensor.block.size[1], tensor.shape[-1])
-    return Member(index, tensor.numel, granularity, tail, row, math.gcd(row, tensor.numel), copies, True)
+    untile = untile_copies(profile, *tensor.block.size)
+    return Member(index, tensor.numel, granularity, tail, row, math.gcd(row, tensor.numel), copies, True, untile)
 
 
 def _free_items(tensor: TensorSpec, copies: int) -> list[Item]:

@@ -27,12 +27,15 @@ class Matrix:
       tensor: the tensor's name.
       index: which matrix of the stack.
       rows, cols: its size. A convolution kernel counts as `(height * width * in, out)`.
+      work: multiply-adds of a step where they are not those of one matrix: several that stay together, or
+        something else than Newton-Schulz.
     """
 
     tensor: str
     index: int
     rows: int
     cols: int
+    work: int | None = None
 
     def __post_init__(self):
         if self.index < 0 or self.rows < 1 or self.cols < 1:
@@ -45,6 +48,8 @@ class Matrix:
     @property
     def cost(self) -> int:
         """Multiply-adds of one Newton-Schulz step: `s^2 (2 l + s)`, s and l the shorter and longer side."""
+        if self.work is not None:
+            return self.work
         s, l = sorted((self.rows, self.cols))  # noqa: E741
         return s * s * (2 * l + s)
 

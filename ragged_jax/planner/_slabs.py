@@ -35,7 +35,8 @@ class Member(NamedTuple):
       row: elements of its own rows; 0 for a vector, which has none.
       fit: what the width of a slab that holds it must divide.
       copies: how many there are.
-      tiled: whether it is stored tile by tile, which takes a transposing copy to read.
+      tiled: whether it is stored tile by tile.
+      untile: how many copies it then takes to read it.
     """
 
     kind: int
@@ -46,6 +47,7 @@ class Member(NamedTuple):
     fit: int
     copies: int
     tiled: bool = False
+    untile: int = 0
 
 
 class Filled(NamedTuple):
@@ -132,11 +134,11 @@ class Pool:
 
     @cached_property
     def _moved(self) -> tuple[int, int, int]:
-        """Elements that are sliced out, those of tensors whose rows are not the slab's, and those un-tiled."""
+        """Elements that are sliced out, of tensors with other rows than the slab's, and written to un-tile."""
         copied = relaid = untiled = 0
         for m in self.members:
             if m.tiled:
-                untiled += m.numel * m.copies
+                untiled += m.numel * m.copies * m.untile
             else:
                 copied += m.numel * m.copies
                 relaid += m.numel * m.copies * (m.row not in (0, self.width))

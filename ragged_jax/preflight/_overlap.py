@@ -29,8 +29,8 @@ class ScheduledCollective:
 
     Attributes:
       kind: an HLO opcode, such as `all-gather`.
-      unit: the bucket it belongs to, by the names of `ragged_jax`'s scopes; empty for others, comma-separated when the
-        compiler combined several.
+      unit: the bucket it belongs to, by the names of `ragged_jax`'s scopes; empty for others, several with
+        commas where the compiler combined them.
       computation: the part of the program it is in.
       in_loop: whether that is the body of a loop.
       backward: whether it is part of the backward pass.
@@ -258,12 +258,9 @@ def _op_name(instruction: _Instruction) -> str:
 
 def _unit(op_name: str) -> str:
     """The buckets in whose scope an operation was made. The last part of a scope's path is the operation."""
-    names = []
+    names: dict[str, None] = {}  # in order, once: a reduction is made in the scope of the gather it belongs to
     for path, closed in _SCOPE.findall(op_name):
-        path = path.split("/jit(")[0]
-        name = path if closed and "/jit(" not in path else path.rpartition("/")[0] or path
-        names.append(name.rstrip("/"))
-    innermost = {}  # a reduction is made in the scope of the gather it belongs to
-    for name in names:
-        innermost[name] = None
-    return ",".join(name for name in innermost if name)
+        name, _, last = path.partition("/jit(")[0].rstrip(":/").rpartition("/")
+        whole = not name or (closed and "/jit(" not in path and last not in ("all_gather", "reduce_scatter"))
+        names[f"{name}/{last}" if whole and name else name or last] = None
+    return ",".join(names)

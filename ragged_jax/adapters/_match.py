@@ -1,0 +1,26 @@
+"""Rules that choose submodules: a class, a pattern of the path, several of these, or a predicate."""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+ModuleUnits = type | str | tuple[type | str, ...] | Callable[[str, Any], bool] | None
+
+
+def matches(rule: ModuleUnits, path: str, module: Any) -> bool:
+    """Whether a rule chooses the module at a path such as `blocks/0`.
+
+    Raises:
+      TypeError: it is not a rule.
+    """
+    if rule is None:
+        return False
+    if isinstance(rule, tuple):
+        return any(matches(one, path, module) for one in rule)
+    if isinstance(rule, str):
+        return fnmatchcase(path, rule)
+    if isinstance(rule, type):
+        return isinstance(module, rule)
+    if not callable(rule):
+        raise TypeError(f"units and stacked take a class, a path pattern, several, or a predicate, got {rule!r}")
+    return rule(path, module)
