@@ -119,6 +119,9 @@ def _marked(prefix: str, node: ShardedTree) -> ShardedTree:
 
 
 def _item(prefix: str, suffix: str, leaf: Any, of: SlabOf) -> Item:
+    if of.slab.split_axes:
+        names = ", ".join(placement.tensor.name for placement in of.slab.placements)
+        raise ValueError(f"{names}: tensors that other mesh axes split ({of.slab.split_axes}) cannot be saved yet")
     if tuple(leaf.shape) == of.unit.shape(of.slab):
         return Item(prefix, suffix, leaf, of)
     return Item(join(prefix, "slabs", of.unit.bucket.name, of.name, suffix), "", leaf, None)
