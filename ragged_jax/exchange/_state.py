@@ -14,7 +14,7 @@ from flax import nnx
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..adapters import SLABS
-from ..fsdp import ShardedTree, SlabOf, Unit, slabs_in
+from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
 from ._manifest import TensorEntry
@@ -119,9 +119,7 @@ def _marked(prefix: str, node: ShardedTree) -> ShardedTree:
 
 
 def _item(prefix: str, suffix: str, leaf: Any, of: SlabOf) -> Item:
-    if of.slab.split_axes:
-        names = ", ".join(placement.tensor.name for placement in of.slab.placements)
-        raise ValueError(f"{names}: tensors that other mesh axes split ({of.slab.split_axes}) cannot be saved yet")
+    not_split([of.slab], "a checkpoint")
     if tuple(leaf.shape) == of.unit.shape(of.slab):
         return Item(prefix, suffix, leaf, of)
     return Item(join(prefix, "slabs", of.unit.bucket.name, of.name, suffix), "", leaf, None)

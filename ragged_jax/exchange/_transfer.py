@@ -9,9 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
-from ..fsdp import SlabOf, not_split
+from ..fsdp import SlabOf, array_from_parts
 from ..layout import Layout
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import CheckpointError, Region
@@ -69,7 +68,6 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 @cache
 def _layout(of: SlabOf) -> Layout:
     """A layout of this slab alone."""
-    not_split([of.slab], "a checkpoint")
     unit = of.unit
     return Layout(unit.num_shards, (replace(unit.bucket, slabs=(of.slab,)),), unit.shares)
 
@@ -114,9 +112,9 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     if sharding is None or not getattr(leaf, "committed", True):
         array = jnp.asarray(part(whole))
     elif is_key(leaf):
-        array = _make_array(want.shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
+        array = array_from_parts(want.shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
     else:
-        array = _make_array(want.shape, sharding, part, dtype=dtype)
+        array = array_from_parts(want.shape, sharding, part, dtype=dtype)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 
 
@@ -132,7 +130,7 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -
         return buffer
 
     part = _once(lambda index: unit.shard_at(slab, index), read)
-    return _make_array(unit.shape(slab), sharding, part, dtype=dtype)
+    return array_from_parts(unit.shape(slab), sharding, part, dtype=dtype)
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -141,15 +139,6 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     room = np.zeros(nbytes + ALIGNMENT, np.uint8)
     start = -room.ctypes.data % ALIGNMENT
     return room[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _make_array(shape: tuple[int, ...], sharding: Any, part: Callable[[Any], np.ndarray], *, dtype: Any) -> jax.Array:
-    if not sharding.is_fully_replicated:
-        return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-    devices = sharding.addressable_devices_indices_map(shape)  # jax would give all of them the same array
-    places = [(SingleDeviceSharding(d, memory_kind=sharding.memory_kind), index) for d, index in devices.items()]
-    arrays = [jax.device_put(part(index), place) for place, index in places]
-    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
 def _once(key: Callable[[Any], Any], read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:

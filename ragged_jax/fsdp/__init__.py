@@ -72,4 +72,5 @@ from ._tree import Subtree as Subtree
 from ._tree import parse as parse
 from ._tree import shard_tree as shard_tree
 from ._unit import Unit as Unit
+from ._unit import array_from_parts as array_from_parts
 from ._unshard import unshard_unit as unshard_unit

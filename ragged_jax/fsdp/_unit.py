@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..layout import Bucket, Slab
 from ._check import canonical_dtype, is_traced
@@ -191,7 +191,7 @@ class Unit:
                     buffer[:, start - low : stop - low] = source
             return buffer.reshape(local)
 
-        return jax.make_array_from_callback(shape, self.sharding(slab), part, dtype=dtype)
+        return array_from_parts(shape, self.sharding(slab), part, dtype)
 
     def _coordinates(self, slab: Slab, index: tuple[slice, ...]) -> dict[str, int]:
         """The place on each mesh axis of the device that holds this part of a slab's array."""
@@ -236,6 +236,22 @@ def pin(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.sharding.reshard(array, sharding)
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+def array_from_parts(
+    shape: tuple[int, ...], sharding: Any, part: Callable[[Any], np.ndarray], dtype: Any
+) -> jax.Array:
+    """`jax.make_array_from_callback`, with memory of its own for each device.
+
+    Where all devices hold the same, jax gives all of them what one call returns. On CPU it may take that memory as it
+    is, and a donated array is written to: of one that two devices share, a counter would be counted up twice.
+    """
+    if not sharding.is_fully_replicated:
+        return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+    devices = sharding.addressable_devices_indices_map(shape)
+    places = [(SingleDeviceSharding(d, memory_kind=sharding.memory_kind), index) for d, index in devices.items()]
+    arrays = [jax.device_put(np.array(part(index)), place) for place, index in places]
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
 
 
 def on_host(x: Any) -> np.ndarray:
