@@ -18,6 +18,16 @@ settings.register_profile("deep", max_examples=5000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+
+def pytest_collection_modifyitems(config, items):
+    """What is marked `deep` is a larger grid of what runs anyway."""
+    if not DEEP:
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("deep")])
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def eight_devices():
     """Tests fail, never skip, when the virtual devices are missing."""

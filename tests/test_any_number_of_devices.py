@@ -44,8 +44,14 @@ def check(model, scan: bool = False):
     assert model.num_calls[...] == STEPS
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("num_devices", [1, 2, 3, 5, 6, 7, 8])
+FEW = [(1, "rows1"), (2, "tile"), (3, "whole"), (3, "tile"), (5, "rows32"), (6, "tile"), (7, "rows1"), (8, "rows32")]
+GRID = [(n, block) for n in (1, 2, 3, 5, 6, 7, 8) for block in BLOCKS]
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "block"),
+    [pytest.param(*case, marks=[] if case in FEW else [pytest.mark.deep]) for case in GRID],
+)
 def test_layers_in_a_list(num_devices, block):
     check(make_sharded(num_devices, BLOCKS[block]))
 
