@@ -18,6 +18,7 @@ settings.register_profile("deep", max_examples=5000, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+collect_ignore = ["checkpoint_killer.py", "two_processes.py", "torch_workers"]  # programs that tests start
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
