@@ -82,11 +82,12 @@ def shard_tree(
       (3, 5)
     """
     rules = Rules(mesh, axis, block, plan, reshard_after_forward, policy, precision, label, specs, check_processes)
-    root = parse(jax.eval_shape(params) if callable(params) else params, units, stacked)
+    make = params if callable(params) and jax.tree_util.all_leaves([params]) else None  # a module may be callable
+    root = parse(params if make is None else jax.eval_shape(make), units, stacked)
     made = rules.units(subtree.group(rules.blocks) for subtree in root.walk())
-    if not callable(params):
+    if make is None:
         return root.build(made)
-    slabs, _ = create(lambda: (_by_name(params(), units, stacked), ()), list(made.values()))
+    slabs, _ = create(lambda: (_by_name(make(), units, stacked), ()), list(made.values()))
     return root.build(made, lambda unit, own: slabs[unit.bucket.name])
 
 
