@@ -199,3 +199,7 @@ def _figures(made: Plan) -> dict[str, float | int | str]:
         "sole_fraction": sole / max(1, sum(slab.payload_numel for slab in slabs)),
         "fingerprint": layout.fingerprint,
     }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

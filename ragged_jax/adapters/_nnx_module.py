@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.nnx import reprlib
 from jax.sharding import PartitionSpec
 
 from ..fsdp import SlabOf, Unit, resharding, slabs_in, unshard_unit
@@ -38,6 +39,11 @@ class PackedTensor(nnx.Variable):
     def __getitem__(self, key):
         raise self._sharded()
 
+    def __nnx_repr__(self):
+        yield reprlib.Object(type="PackedTensor")
+        for name in ("tensor", "slab", "shape", "dtype"):
+            yield reprlib.Attr(name, self.get_metadata()[name])
+
     def _sharded(self) -> RuntimeError:
         return RuntimeError(
             f"{self.tensor} is sharded, in slab {self.slab}; it is whole inside its unit's public methods, called "
@@ -58,6 +64,9 @@ class ModuleUnit:
     unit: Unit
     paths: tuple[tuple[str, tuple[Path, ...]], ...]
     wrt: Any
+
+    def __repr__(self):
+        return repr(self.unit)
 
     def put(self, module: nnx.Module, slabs: dict[str, jax.Array]) -> None:
         """Replaces the module's parameters by their shards, in place."""

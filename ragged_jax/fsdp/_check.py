@@ -89,8 +89,13 @@ def _describe(leaf: Any) -> str:
 
 def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
     """Warns, once for all of them, of tensors that hold no block of the size asked for."""
-    small = [f"  {t.name}: shape {t.shape}, block {t.block!r}" for t in tensors if not t.block.fits(t.shape)]
+    small = [
+        f"  {t.name}: shape {t.shape}, block {t.block!r}"
+        for t in tensors
+        if t.block.kind != "elements" and not t.block.fits(t.shape)  # fewer elements than a block are one block
+    ]
     if small:
+        small = small[:12] + [f"  and {len(small) - 12} more"] * (len(small) > 12)
         warnings.warn(
             "these tensors are smaller than one block; a smaller block was used, as large as the tensor allows, "
             "so that each dim that the block exceeds stays whole:\n" + "\n".join(small),

@@ -123,7 +123,8 @@ def describe(model: Any) -> Description:
     """
     from ._generic import get_layout
 
-    parts = parts_of(model)
+    if not (parts := parts_of(model)):
+        raise TypeError(f"{type(model).__name__} is not sharded; use `fully_shard` or `shard_tree` first")
     unit = parts[0].unit
     return Description(
         tuple(_bucket(part) for part in parts),

@@ -86,7 +86,7 @@ def _joined(unit: Unit, slab: Slab, placement: Placement, array: jax.Array) -> n
         low, high = unit._bounds(slab, k)
         start, stop = max(low, placement.offset), min(high, placement.stop)
         if start < stop:
-            own = by_start[k * rows]
+            own = np.asarray(by_start[k * rows])  # sliced by numpy: jax would want the mesh that may be set
             cut = own[(slice(None),) * lead + (slice((start - low) // width, (stop - low) // width),)]
             pieces.append(np.asarray(cut).reshape(*cut.shape[:lead], -1))
     outer = array.shape[:lead]

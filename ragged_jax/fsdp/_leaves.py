@@ -24,6 +24,9 @@ class SlabOf:
     unit: Unit
     name: str
 
+    def __repr__(self):
+        return f"SlabOf({self.name!r}, {self.unit!r})"
+
     @cached_property
     def slab(self) -> Slab:
         return next(slab for slab in self.unit.bucket.slabs if slab.name == self.name)

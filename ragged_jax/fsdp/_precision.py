@@ -89,6 +89,8 @@ def precision_for(name: str, rule: PrecisionRule) -> MixedPrecision:
         return FULL
     if isinstance(rule, MixedPrecision):
         return rule
+    if not isinstance(rule, Mapping):
+        raise TypeError(f"precision={rule!r} is neither a MixedPrecision nor a mapping from unit patterns to these")
     return next((precision for pattern, precision in rule.items() if fnmatchcase(name, pattern)), FULL)
 
 

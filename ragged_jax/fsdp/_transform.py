@@ -1,6 +1,6 @@
 """`value_and_grad` and `apply`: a function of a sharded model and a batch, run on every device's share."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from ._argument import Argument, as_argument
 from ._joined import vary
 from ._loss_scale import unscaled
 from ._spmd import Call
+from ._unit import Unit
 
 
 def value_and_grad(
@@ -174,6 +175,11 @@ def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[i
     if missing := [i for i in wrt if i not in sharded]:
         types = ", ".join(f"{i}: {type(args[i]).__name__}" for i in missing if i < len(args))
         raise TypeError(f"these arguments are not sharded models: {types}; see `fully_shard` and `shard_tree`")
+    if idle := [i for i in wrt if not jax.tree.leaves(found[i].params)]:
+        raise ValueError(
+            f"nothing is to be differentiated in argument {', '.join(map(str, idle))}: its filter or partition "
+            f"chooses no parameter. Labels: {', '.join(map(repr, _labels(found[i].unit for i in idle))) or 'none'}"
+        )
     if len(places := {(unit.mesh, unit.axes) for unit in sharded.values()}) > 1:
         raise ValueError(f"the models live on different meshes or axes: {places}")
     if not allow_int:
@@ -184,3 +190,8 @@ def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[i
                 "that is differentiated, or pass allow_int=True and mask them from the optimizer"
             )
     return found
+
+
+def _labels(roots: Iterable[Unit | None]) -> list[str]:
+    tensors = (tensor for unit in roots if unit is not None for tensor in unit.bucket.tensors)
+    return sorted({tensor.label for tensor in tensors if tensor.label})

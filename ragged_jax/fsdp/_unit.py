@@ -53,6 +53,9 @@ class Unit:
     reshard: bool = True
     policy: Callable | None = None
 
+    def __repr__(self):
+        return f"Unit({self.bucket.name or '(root)'!r}, {len(self.bucket.slabs)} slabs over {self.axis} {self.num_shards})"
+
     def __hash__(self):  # part of jit's cache key: asked for in every step
         return self._hash
 
