@@ -142,3 +142,23 @@ def test_patterns_that_match_nothing():
             rj.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", **option)
     with pytest.raises(ValueError, match=r"'\*/kernle' match nothing; the names are 'layer/kernel'"):
         rj.plan(params, 4, block={"*/kernle": rj.rows(2)})
+
+
+def test_a_filter_that_chooses_nothing():
+    sharded = rj.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", label={"bias": "vectors"})
+    typo = nnx.DiffState(0, rj.labelled("vector"))
+    with pytest.raises(ValueError, match=r"argument 0: its filter .* chooses no parameter. Labels: 'vectors'"):
+        rj.value_and_grad(lambda m, x: m(x).mean(), argnums=typo)(sharded, np.ones((4, 8), np.float32))
+
+
+def test_what_is_no_precision_and_what_is_not_sharded():
+    with pytest.raises(TypeError, match="precision='bfloat16' is neither a MixedPrecision"):
+        tree(precision="bfloat16")
+    with pytest.raises(TypeError, match="Linear is not sharded"):
+        rj.describe(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+
+
+def test_a_sharded_module_can_be_printed():
+    text = str(rj.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp"))
+    assert "bias=PackedTensor(" in text
+    assert "slab='float32x1'" in text

@@ -157,6 +157,13 @@ def test_get_of_a_pytree(shares):
         np.testing.assert_array_equal(inside[name], want)
 
 
+def test_get_where_a_mesh_is_set():
+    params, mesh = {"w": np.arange(15.0, dtype=np.float32).reshape(5, 3)}, make_mesh(3)
+    tree = rj.shard_tree(params, mesh, axis="fsdp")
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(rj.get(tree, "w"), params["w"])
+
+
 def test_get_moves_nothing_else():
     tree = rj.shard_tree(PARAMS, make_mesh(7), **OPTIONS)
     report = hlo_report(jax.jit(lambda tree: rj.get(tree, "half")).lower(tree).compile())

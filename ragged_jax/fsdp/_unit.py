@@ -54,7 +54,8 @@ class Unit:
     policy: Callable | None = None
 
     def __repr__(self):
-        return f"Unit({self.bucket.name or '(root)'!r}, {len(self.bucket.slabs)} slabs over {self.axis} {self.num_shards})"
+        name, slabs = self.bucket.name or "(root)", len(self.bucket.slabs)
+        return f"Unit({name!r}, {slabs} slabs over {self.axis} {self.num_shards})"
 
     def __hash__(self):  # part of jit's cache key: asked for in every step
         return self._hash
