@@ -6,6 +6,8 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from models import assert_close, make_mesh, make_sharded, poison_padding
 
 import ragged_jax as rj
@@ -168,3 +170,40 @@ def test_masks_of_a_flax_module_are_remembered():
     known = optim.mask(rule, like=nnx.state(model, nnx.Param))
     with pytest.raises(ValueError, match="was seen before"):
         known({"other": jnp.ones(3)})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_by_tensor_where_other_axes_split_a_packed_slab(axis_type):
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    params = {"up": jnp.ones((4, 8)), "ub": jnp.ones(8)}
+    tree = rj.shard_tree(params, mesh, axis="fsdp", specs={"up": P(None, "tp"), "ub": P("tp")})
+    zeros = jax.tree.map(jnp.zeros_like, tree)
+    for tx, grads, want in (
+        (optim.scale_by_path({"up": 0.5, "ub": 2.0}), tree, {"up": 0.5, "ub": 2.0}),
+        (optim.add_decayed_weights(0.1, "up"), zeros, {"up": 0.1, "ub": 0.0}),
+        (optim.partition({"a": optax.scale(3.0), "b": optax.scale(4.0)}, {"up": "a", "ub": "b"}), tree,
+         {"up": 3.0, "ub": 4.0}),
+    ):  # fmt: skip
+        full = rj.full_params(tx.update(grads, tx.init(tree), tree)[0])
+        for name, value in want.items():
+            np.testing.assert_allclose(full[name], value, rtol=1e-6, err_msg=name)
+    for use in (optim.global_norm, optim.with_tensors(optax.trace(0.9)).init):
+        with pytest.raises(NotImplementedError, match="split over other mesh axes: up, ub"):
+            use(tree)
+
+
+def test_state_of_other_owners_is_not_taken_for_this(tmp_path):
+    params = {f"w{i}": jnp.full((8, 12), float(i)) for i in range(4)}
+    tx = optim.with_tensors(optax.trace(0.9))
+    states = {}
+    for n in (1, 2, 4):
+        tree = rj.shard_tree(params, make_mesh(n), axis="fsdp")
+        states[n] = {"params": tree, "opt": tx.update(tree, tx.init(tree), tree)[1]}
+    directory = rj.Checkpointer(tmp_path, background=False)
+    directory.save(1, states[2])
+    again = directory.restore(states[2])["opt"]
+    for got, want in zip(jax.tree.leaves(again), jax.tree.leaves(states[2]["opt"]), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for n in (1, 4):
+        with pytest.raises(rj.CheckpointError, match="not of this state"):
+            directory.restore(states[n])

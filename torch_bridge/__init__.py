@@ -4,6 +4,7 @@ Imports `ragged_jax.layout` and `ragged_jax.planner`, which know no framework, a
 """
 
 from ._clip import clip_grad_norm_ as clip_grad_norm_
+from ._fully_shard import forget_gradients as forget_gradients
 from ._fully_shard import fully_shard as fully_shard
 from ._fully_shard import get_layout as get_layout
 from ._fully_shard import set_requires_gradient_sync as set_requires_gradient_sync

@@ -34,7 +34,9 @@ def fully_shard(
 
     The module keeps its class and its methods. Outside of forward and backward `module.parameters()` are this rank's
     parts, 1-D, which is what optimizers update; inside, they are whole, views of one gathered buffer per unit. The
-    gradient of a part is the mean over the ranks.
+    gradient of a part is the mean over the ranks; that of a parameter which no rank used is zero, not None, so that
+    weight decay moves it. Every rank must run the same units, forward and backward. Make the optimizer afterwards:
+    one made before holds parameters that are not used any more.
 
     Args:
       module: on its device. Every rank has the same one.
@@ -127,6 +129,15 @@ def get_layout(module: nn.Module) -> Layout:
 
 
 def set_requires_gradient_sync(module: nn.Module, requires_gradient_sync: bool) -> None:
-    """Whether backward reduces gradients. Without, they add up on each rank, whole, until a backward that does."""
+    """Whether backward reduces gradients. Without, they add up on each rank, whole, until a backward that does.
+
+    `zero_grad` of a module or an optimizer does not reach what has added up so; see `forget_gradients`.
+    """
     for unit in runtime_of(module).units:
         unit.requires_gradient_sync = requires_gradient_sync
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Drops what has added up without a reduction, as after a microbatch that is to be skipped."""
+    for unit in runtime_of(module).units:
+        unit.forget_gradients()

@@ -57,8 +57,8 @@ class Slot:
 class Reduction:
     """The gradients of the slabs of one dtype, on their way.
 
-    A slab goes whole, with zeros where a parameter has no gradient, so that all ranks run the same collectives
-    whatever their share of the batch touched.
+    A slab goes whole, with zeros where a parameter has no gradient: of a unit that all ranks run, each may leave
+    other parameters unused.
 
     Args:
       memory: of the slabs.
@@ -104,11 +104,14 @@ class Reduction:
         for slot in self._slots:
             slot.whole.grad = None
 
-    def finish(self) -> None:
-        """Waits, and adds the means to the gradients of the shards."""
+    def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
             self._work = None  # and with it the packed gradients
+
+    def finish(self) -> None:
+        """Waits, and adds the means to the gradients of the shards."""
+        self.wait()
         if self._groups.replicate is not None:
             for shard in self._reduced:
                 dist.all_reduce(shard, group=self._groups.replicate)

@@ -47,9 +47,12 @@ class Runtime:
         module.register_forward_hook(after)
 
     def _before(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self._abandon_backward()
         if not self.in_backward and unit is self.units[0]:
             self._recording = []
-            unit.reshard()  # it may be whole since a forward pass without a backward, and out of date
+            for other in self.units:  # whole since a pass that was not finished, they may be out of date
+                other.reshard()
         unit.unshard()
         if not self.in_backward:  # not when activation checkpointing runs it again
             self._recording.append(unit)
@@ -98,6 +101,13 @@ class Runtime:
         self._waiting.append(unit)
         while len(self._waiting) > self.limit:
             self._waiting.pop(0).finish_reduce()
+
+    def _abandon_backward(self) -> None:
+        """After a backward that raised: what it left half done belongs to no step."""
+        for unit in self.units:
+            unit.num_open_backwards = 0
+            unit.forget_gradients()
+        self._waiting, self.in_backward = [], False
 
     def _end_backward(self) -> None:
         """Whatever has gradients and no inputs that need them."""

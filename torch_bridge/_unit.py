@@ -102,10 +102,29 @@ class Unit:
         """Starts to gather, unless the parameters are whole or on their way."""
         if self.is_whole:
             return
+        self._check_shards()
         with torch.no_grad(), torch.profiler.record_function(f"unshard:{self.bucket.name or 'root'}"):
             for memory in self._memories:
                 memory.take()
                 self._gathering += self._start_gather(memory, memory.wholes)
+
+    def _check_shards(self) -> None:
+        """Raises RuntimeError when parameters are no longer views of the unit's memory."""
+        lost = [
+            slot.placement.tensor.name
+            for memory, slots in self._slots
+            for slot in slots
+            if (
+                slot.shard.numel()
+                and slot.shard.data_ptr() != slot.slab.piece(memory.shards.data, slot.placement).data_ptr()
+            )
+            or any(module._parameters.get(attribute) is not slot.shard for module, attribute in slot.uses)
+        ]
+        if lost:
+            raise RuntimeError(
+                f"these parameters were replaced or moved after `fully_shard`: {', '.join(lost)}. Convert the module "
+                "(`.to`, `.bfloat16()`) before it is sharded; load values inside `unsharded(module, writeback=True)`"
+            )
 
     def _start_gather(self, memory: Memory, wholes: torch.Tensor) -> list[Work]:
         slabs = [slab for slab in memory.slabs if slab.numel]
@@ -176,3 +195,11 @@ class Unit:
             for reduction in self._reducing:
                 reduction.finish()
         self._reducing = []
+
+    def forget_gradients(self) -> None:
+        """Drops gradients that are not reduced yet, and the results of reductions that are on their way."""
+        for reduction in self._reducing:
+            reduction.wait()
+        self._reducing = []
+        for slot in self.slots:
+            slot.whole.grad = None

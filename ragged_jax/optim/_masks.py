@@ -68,7 +68,8 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     unit = leaf.of.unit
     starts, which = row_pieces(leaf)
     table = np.array([*values, padding])[which]
-    lead, ndim = int(unit.stacked), len(leaf.shape)
+    slab = leaf.of.slab
+    lead, ndim = unit.stacked + bool(slab.split_axes and not slab.sole), len(leaf.shape)
     rows = jnp.arange(leaf.shape[lead])
     given = jnp.asarray(table)[jnp.searchsorted(jnp.asarray(starts), rows, side="right", method="compare_all") - 1]
     given = given.reshape((1,) * lead + (-1,) + (1,) * (ndim - lead - 1))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..fsdp import Leaf, Leaves, leaves_of
+from ..fsdp import Leaf, Leaves, leaves_of, not_split
 from ..fsdp._joined import vary
 from ._masks import remember, row_pieces
 from ._tensors import tensors_of
@@ -70,6 +70,7 @@ def _leaves(tree: Any, like: Any) -> Leaves:
 
 def _squares(tree: Any, leaves: Leaves) -> list[jax.Array]:
     """Sums of squares of every tensor, in the order of `tensors_of`."""
+    not_split([leaf.of.slab for leaf in leaves if leaf.of is not None], "norms by tensor")
     flat, found = jax.tree.leaves(tree), {}
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, leaf in enumerate(leaves):

@@ -5,6 +5,7 @@ instead: the largest run of elements that every range, on both sides of the exch
 tensors are cut by rows). What a device copies is a list of runs of units, which it expands when it needs them.
 """
 
+import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from ..fsdp import Leaves, Unit
+from ..fsdp import Leaves, Unit, not_split
 from ..layout import Bucket, Layout, Segment, segments
 from ..planner import SHARDED, Exchange, Matrix, OwnerPlan, assign_owners, exchange, hardware
 from ._forms import Form
@@ -147,6 +148,17 @@ class Owners:
     plan: OwnerPlan
     sent_nbytes: int
 
+    @cached_property
+    def order(self) -> str:
+        """Which tensor lies in which slot of which device, in short: state of another order is another state."""
+        lines = (f"{m.tensor}[{m.index}] {o} {s}" for m, o, s in zip(*self._placed, strict=True))
+        text = "\n".join([self.unit.bucket.slabs[0].dtype, str(self.unit.shares), *lines])
+        return f"on {self.unit.num_shards}, {hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @property
+    def _placed(self) -> tuple:
+        return self.plan.matrices, self.plan.owners, self.plan.slots
+
     def __hash__(self):  # part of a cache's key in every step
         return self._hash
 
@@ -185,6 +197,10 @@ def owners_of(leaves: Leaves, forms: Forms, *, shard: bool = True, tolerance: fl
     """
     tensors = tensors_of(leaves)
     groups: dict[tuple, list[tuple[int, Form]]] = defaultdict(list)
+    used = {tensors[at].leaf for at, _ in forms}
+    not_split(
+        [leaf.of.slab for i, leaf in enumerate(leaves) if i in used and leaf.of is not None], "sending to owners"
+    )
     for at, form in forms:
         leaf = leaves.leaves[tensors[at].leaf]
         if leaf.of is not None and form.numel:

@@ -23,13 +23,14 @@ class WithTensorsState(NamedTuple):
 
     Attributes:
       plain: by path, the transform's state for each ordinary array.
-      owned: for each mesh and dtype and each form of tensors, the transform's state with a leading dim that counts
-        the tensors of all devices, sharded over them: a tensor's state lives with its owner.
+      owned: for each mesh and dtype, by the owners' order (a checkpoint of other owners must not pass for this), and
+        for each form of tensors, the transform's state with a leading dim that counts the tensors of all devices,
+        sharded over them: a tensor's state lives with its owner.
       leaves: what the parameters' arrays are.
     """
 
     plain: dict[str, Any]
-    owned: tuple[tuple[Any, ...], ...]
+    owned: dict[str, tuple[Any, ...]]
     leaves: Leaves
 
 
@@ -100,28 +101,29 @@ def with_tensors(inner: optax.GradientTransformation, tensors: Any = True) -> op
 
     def init(params: Any) -> Any:
         leaves, flat = leaves_of(params), jax.tree.leaves(params)
-        owned = tuple(
-            starting(o)(*(flat[i] for i in o.leaves)) for o in owners_of(leaves, forms(leaves), shard=False)
-        )
+        owned = {
+            o.order: starting(o)(*(flat[i] for i in o.leaves)) for o in owners_of(leaves, forms(leaves), shard=False)
+        }
         return WithTensorsState({leaves.leaves[i].path: tx.init(flat[i]) for i in plain(leaves)}, owned, leaves)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
         values, out = None if params is None else jax.tree.leaves(params), list(flat)
-        alone, owned = {}, []
+        alone, kept_by = {}, {}
         for i in plain(leaves):
             path, value = leaves.leaves[i].path, None if values is None else values[i]
             out[i], alone[path] = tx.update(flat[i], state.plain[path], value, **extra)
         names = {tensors_of(leaves)[at].name for at, _ in forms(leaves)}
         others = by_leaf(leaves, lambda tensor: tensor.name not in names)
-        for owners, mine in zip(owners_of(leaves, forms(leaves), shard=False), state.owned, strict=True):
+        for owners in owners_of(leaves, forms(leaves), shard=False):
             arrays = tuple(tuple(x[i] for i in owners.leaves) for x in (flat, values) if x is not None)
-            done, kept = stepping(owners, values is not None)(mine, arrays, extra)
-            owned.append(kept)
+            done, kept_by[owners.order] = stepping(owners, values is not None)(
+                state.owned[owners.order], arrays, extra
+            )
             for i, x in zip(owners.leaves, done, strict=True):
                 other = by_element(leaves.leaves[i], others[i], False)
                 out[i] = x if other is False else jnp.where(other, flat[i], x)
-        return jax.tree.unflatten(treedef, out), WithTensorsState(alone, tuple(owned), leaves)
+        return jax.tree.unflatten(treedef, out), WithTensorsState(alone, kept_by, leaves)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -4,7 +4,8 @@ import datetime
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -216,6 +217,62 @@ def whole_inside_unsharded() -> None:
     assert tb.full_state_dict(model)["temperature"] == 2
 
 
+@contextmanager
+def raises(text: str) -> Iterator[None]:
+    """A RuntimeError with this in its message; ranks have no pytest."""
+    message = ""
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error)
+    assert text in message, message
+
+
+def after_an_exception(where: str) -> None:
+    """A pass that raises in the middle leaves nothing behind that a later step would see."""
+    reference, model = make(), make()
+    tb.fully_shard(model, units=Block)
+    tokens = data()[:3]
+
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("boom")
+
+    def fail(module, args, output):
+        if where == "forward":
+            raise RuntimeError("boom")
+        return Boom.apply(output)
+
+    def train_once(m, batch):
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        loss_of(m, batch).backward()
+        handle = m.blocks[1].register_forward_hook(fail)
+        with raises("boom"):
+            loss_of(m, batch).backward()
+        handle.remove()
+        if where == "backward":  # what reached some gradients is to be thrown away, as a user would
+            optimizer.zero_grad()
+            loss_of(m, batch).backward()
+        optimizer.step()
+
+    train_once(reference, tokens[0])
+    train_once(model, mine(tokens)[0])
+    compare(model, [loss_of(model, mine(tokens)[1]).detach()], reference, [loss_of(reference, tokens[1]).detach()])
+
+
+def moved_parameters_are_noticed() -> None:
+    model = make()
+    tb.fully_shard(model, units=Block)
+    model.double()
+    with raises("replaced or moved"):
+        model(mine(data())[0])
+
+
 CASES: dict[str, Callable[[], None]] = {
     "plain": lambda: parity(steps=STEPS),
     "frozen": lambda: parity(frozen=True),
@@ -235,6 +292,9 @@ CASES: dict[str, Callable[[], None]] = {
     "clipping": clipping,
     "padding": padding_is_invisible,
     "unsharded": whole_inside_unsharded,
+    "exception in forward": lambda: after_an_exception("forward"),
+    "exception in backward": lambda: after_an_exception("backward"),
+    "moved": moved_parameters_are_noticed,
 }
 FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
