@@ -44,7 +44,7 @@ def check(model, scan: bool = False):
     assert model.num_calls[...] == STEPS
 
 
-FEW = [(1, "rows1"), (2, "tile"), (3, "whole"), (3, "tile"), (5, "rows32"), (6, "tile"), (7, "rows1"), (8, "rows32")]
+FEW = [(1, "rows1"), (2, "tile"), (3, "whole"), (5, "rows32"), (6, "tile"), (7, "rows1"), (8, "rows32")]
 GRID = [(n, block) for n in (1, 2, 3, 5, 6, 7, 8) for block in BLOCKS]
 
 
