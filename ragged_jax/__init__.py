@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from .adapters import PackedTensor as PackedTensor
     from .adapters import fully_shard as fully_shard
     from .adapters import labelled as labelled
-    from .exchange import Checkpoint as Checkpoint
+    from .checkpoint import Checkpoint as Checkpoint
+    from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
-    from .exchange import CheckpointError as CheckpointError
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -54,7 +54,8 @@ __version__ = version("ragged-jax")
 
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
-    "exchange": ("Checkpoint", "CheckpointError", "Checkpointer"),
+    "checkpoint": ("Checkpoint", "CheckpointError"),
+    "exchange": ("Checkpointer",),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from .exchange import Checkpoint, CheckpointDirectory
+from .checkpoint import Checkpoint, CheckpointDirectory
 
 
 def show_checkpoint(path: Path, *, as_json: bool, verify: bool) -> int:

@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from ragged_jax.exchange import Checkpoint, CheckpointDirectory, Part, TensorEntry
+from ragged_jax.checkpoint import Checkpoint, CheckpointDirectory, Part, TensorEntry
 
 SHAPES = {"a/w": (300, 700), "a/b": (5,), "b/w": (1000, 250), "step": ()}
 

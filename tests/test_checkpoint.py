@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from ragged_jax.exchange import (
+from ragged_jax.checkpoint import (
     Checkpoint,
     CheckpointDirectory,
     CheckpointError,
@@ -318,7 +318,7 @@ def test_a_hostile_manifest(tmp_path, change, message):
     document = json.loads((checkpoint.path / "manifest.json").read_bytes())
     del document["blake2b"]
     change(document)
-    from ragged_jax.exchange._manifest import _digest
+    from ragged_jax.checkpoint._manifest import _digest
 
     body = json.dumps(document).removesuffix("}").encode()
     sealed = body + f',"blake2b":"{_digest(body)}"}}\n'.encode()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from checkpoint_killer import SHAPES, check, save, values
 
-from ragged_jax.exchange import Checkpoint, CheckpointDirectory, CheckpointError, Part, TensorEntry
+from ragged_jax.checkpoint import Checkpoint, CheckpointDirectory, CheckpointError, Part, TensorEntry
 from ragged_jax.layout import Bucket, Layout, Placement, Slab, TensorSpec
 
 HERE = Path(__file__).parent
@@ -307,7 +307,7 @@ def test_elements_that_no_rank_saved(tmp_path):
 
 MEMORY = """
 import resource, sys
-from ragged_jax.exchange import Checkpoint, read_shard
+from ragged_jax.checkpoint import Checkpoint, read_shard
 from ragged_jax.layout import Layout
 layout = Layout.from_json(open(sys.argv[2]).read())
 with Checkpoint(sys.argv[1]) as checkpoint:
@@ -319,7 +319,7 @@ with Checkpoint(sys.argv[1]) as checkpoint:
 
 def test_memory_of_restoring_a_shard(tmp_path):
     """Shard 2 of 5, of what 3 ranks saved: at most the shard, its largest slice and 64 MB."""
-    from ragged_jax.exchange import shard_parts, slab_tensors
+    from ragged_jax.checkpoint import shard_parts, slab_tensors
     from ragged_jax.planner import Group, plan
 
     groups = [Group(f"b{i}", (TensorSpec(f"b{i}/w", (5000, 2000)), TensorSpec(f"b{i}/b", (1001,)))) for i in range(5)]

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from models import batches, flat, loss_fn, make_mesh, make_sharded, poison_padding, units_of
 
 import ragged_jax as rj
+from ragged_jax.checkpoint import CheckpointDirectory
 from ragged_jax.cli import main
-from ragged_jax.exchange import CheckpointDirectory
 from ragged_jax.exchange._state import items_of
 
 STEPS, SAVED_AT = 4, 2

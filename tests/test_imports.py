@@ -29,7 +29,7 @@ def probe(imports: str) -> subprocess.CompletedProcess:
         "ragged_jax",
         "ragged_jax.layout",
         "ragged_jax.planner",
-        "ragged_jax.exchange",
+        "ragged_jax.checkpoint",
         "ragged_jax.optim",
         "ragged_jax.optim._reference",
         "ragged_jax.optim._muon_reference",
@@ -46,10 +46,10 @@ def test_using_the_core_imports_no_framework():
         "spec = layout.TensorSpec('w', (100, 8), 'bfloat16', layout.rows(3))\n"
         "made = planner.plan([planner.Group('', (spec,))], 7)\n"
         "layout.Layout.from_json(made.layout.to_json()); planner.plan_table(made)\n"
-        "from ragged_jax import exchange\nimport tempfile, numpy as np\n"
-        "part = exchange.Part('w', ((0, 3),), np.zeros(3, np.float32))\n"
-        "folder = exchange.CheckpointDirectory(tempfile.mkdtemp())\n"
-        "exchange.read_tensor(folder.save(1, {'w': exchange.TensorEntry('float32', (3,))}, [part]), 'w')"
+        "from ragged_jax import checkpoint\nimport tempfile, numpy as np\n"
+        "part = checkpoint.Part('w', ((0, 3),), np.zeros(3, np.float32))\n"
+        "folder = checkpoint.CheckpointDirectory(tempfile.mkdtemp())\n"
+        "checkpoint.read_tensor(folder.save(1, {'w': checkpoint.TensorEntry('float32', (3,))}, [part]), 'w')"
     )
     assert result.returncode == 0, result.stderr
 

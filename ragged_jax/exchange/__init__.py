@@ -1,44 +1,6 @@
-"""Checkpoints by tensor: saved on any number of devices, restored on any other.
+"""The states of JAX jobs on the move: to disk and back, on any number of devices.
 
-Names load on first use. All but `Checkpointer`, which is for JAX, work without a framework.
+The files themselves are `ragged_jax.checkpoint`'s, which knows no framework.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ._checkpoint import Checkpoint as Checkpoint
-    from ._checkpoint import read_tensor as read_tensor
-    from ._checkpointer import Checkpointer as Checkpointer
-    from ._directory import CheckpointDirectory as CheckpointDirectory
-    from ._manifest import CheckpointError as CheckpointError
-    from ._manifest import Manifest as Manifest
-    from ._manifest import TensorEntry as TensorEntry
-    from ._shards import fill_shard as fill_shard
-    from ._shards import layer_name as layer_name
-    from ._shards import read_shard as read_shard
-    from ._shards import shard_parts as shard_parts
-    from ._shards import slab_tensors as slab_tensors
-    from ._write import Part as Part
-
-_HOME = {
-    "_checkpoint": ("Checkpoint", "read_tensor"),
-    "_checkpointer": ("Checkpointer",),
-    "_directory": ("CheckpointDirectory",),
-    "_manifest": ("CheckpointError", "Manifest", "TensorEntry"),
-    "_shards": ("fill_shard", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
-    "_write": ("Part",),
-}
-_WHERE = {name: module for module, names in _HOME.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+from ._checkpointer import Checkpointer as Checkpointer

@@ -14,11 +14,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ._checkpoint import Checkpoint
-from ._directory import CheckpointDirectory
+from ..checkpoint import Checkpoint, CheckpointDirectory, in_threads
 from ._state import items_of, layouts_of
 from ._transfer import check_restorable, parts_of, restored
-from ._write import in_threads
 
 T = TypeVar("T")
 

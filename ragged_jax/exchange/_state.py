@@ -14,11 +14,10 @@ from flax import nnx
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..adapters import SLABS
+from ..checkpoint import TensorEntry, join, slab_tensors
 from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
-from ._manifest import TensorEntry
-from ._shards import join, slab_tensors
 
 PYTHON = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _IMPL = "prng_impl"

@@ -10,14 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..checkpoint import ALIGNMENT, Checkpoint, CheckpointError, Part, Region, fill_shard, numpy_dtype, shard_parts
 from ..fsdp import SlabOf, array_from_parts
 from ..layout import Layout
-from ._checkpoint import Checkpoint, numpy_dtype
-from ._manifest import CheckpointError, Region
-from ._safetensors import ALIGNMENT
-from ._shards import fill_shard, shard_parts
 from ._state import PYTHON, Item, is_key
-from ._write import Part
 
 _REST = "state"  # the file of what is in no bucket
 

@@ -52,7 +52,7 @@ class Checkpoint:
     Example:
       >>> import tempfile
       >>> import numpy as np
-      >>> from ragged_jax.exchange import CheckpointDirectory, Part, TensorEntry
+      >>> from ragged_jax.checkpoint import CheckpointDirectory, Part, TensorEntry
       >>> folder = CheckpointDirectory(tempfile.mkdtemp())
       >>> entry, part = TensorEntry("float32", (3,)), Part("w", ((0, 3),), np.arange(3, dtype=np.float32))
       >>> path = folder.save(7, {"w": entry}, [part])
