@@ -5,9 +5,16 @@ library's own arithmetic is held to the strict rules in `test_transforms.py`.
 """
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+# What one test compiled the others, their processes and pytest's other workers take from here, for this run alone.
+CACHE = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="compiled-")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE or "")
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
@@ -20,6 +27,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 collect_ignore = ["checkpoint_killer.py", "two_processes.py", "torch_workers"]  # programs that tests start
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+
+def pytest_unconfigure():
+    if CACHE:
+        shutil.rmtree(CACHE, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
