@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..layout import Placement, TensorSpec, tile_regions
+from ..planner import Matrix
 from ._tensor import Shape, Tensor
 
 
@@ -77,6 +78,11 @@ class Form:
         if order == self.reduction + self.output:
             return self.rows, sum(self.columns), False
         return (sum(self.columns), self.rows, True) if order == self.output + self.reduction else None
+
+    def matrix(self, tensor: str, index: int) -> Matrix:
+        """What the planner is to know of item `index` of a tensor."""
+        rows, cols, _ = self.stored_matrix or (self.rows, self.numel // max(1, self.rows), False)
+        return Matrix(tensor, index, rows, cols, self.cost)
 
 
 def as_dims(tensor: Tensor, dims: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | tuple[int, ...]]:

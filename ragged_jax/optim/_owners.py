@@ -175,10 +175,7 @@ class _Item:
 
     @property
     def matrix(self) -> Matrix:
-        form = self.form
-        stored = form.stored_matrix
-        rows, cols = stored[:2] if stored else (form.rows, form.numel // max(1, form.rows))
-        return Matrix(self.tensor, self.index, rows, cols, form.cost)
+        return self.form.matrix(self.tensor, self.index)
 
 
 Forms = tuple[tuple[int, Form], ...]
