@@ -117,9 +117,7 @@ class Muon(ShardedOptimizer):
             "muon": {key: given[key] for key in _MUON},
             "adamw": {key: given[f"adamw_{key}"] for key in _ADAMW},
         }
-        names = (
-            {} if all(isinstance(x, torch.Tensor) for x in some) else {"param_names": []}
-        )  # all or none
+        names = {} if all(isinstance(x, torch.Tensor) for x in some) else {"param_names": []}  # all or none
         for kind, members in kinds.items():
             super().add_param_group({"params": members, "kind": kind, **names, **options[kind]})
 
