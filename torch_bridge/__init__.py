@@ -3,6 +3,7 @@
 Imports `ragged_jax.layout` and `ragged_jax.planner`, which know no framework, and never jax.
 """
 
+from . import optim as optim
 from ._clip import clip_grad_norm_ as clip_grad_norm_
 from ._fully_shard import forget_gradients as forget_gradients
 from ._fully_shard import fully_shard as fully_shard

@@ -9,6 +9,7 @@ from ragged_jax.layout import BlockRule, Layout, elements
 from ragged_jax.planner import Plan
 from ragged_jax.planner import plan as make_plan
 
+from ._homes import register
 from ._plan import Part, Units, parts_of
 from ._reduction import Groups
 from ._runtime import Runtime
@@ -77,6 +78,7 @@ def fully_shard(
     runtime = Runtime(made, layout, prefetch, limit)
     for part, unit in zip(parts, made, strict=True):
         runtime.attach(part.module, unit)
+    register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
     return module
 

@@ -95,14 +95,18 @@ def mine(tokens: torch.Tensor) -> torch.Tensor:
 
 def compare(model: nn.Module, losses: list[torch.Tensor], reference: nn.Module, want: list[torch.Tensor], rtol=1e-5):
     """A parameter that nothing uses is left out: sharded, its gradient is zero, and weight decay moves it."""
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
+    compare_losses(losses, want, rtol)
     got = tb.full_state_dict(model)
     for name, x in reference.state_dict().items():
         if "unused" not in name:
             scale = x.abs().max() if x.numel() else 0
             torch.testing.assert_close(got[name], x, rtol=2 * rtol, atol=2 * rtol * float(scale), msg=name)
+
+
+def compare_losses(losses: list[torch.Tensor], want: list[torch.Tensor], rtol: float = 1e-5) -> None:
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
 
 
 def parity(*, steps: int = 5, frozen: bool = False, sharded: dict | None = None, **options) -> None:
@@ -308,8 +312,11 @@ def main(rank: int, size: int, store: str, out: str) -> None:
         store=dist.FileStore(store, size),
         timeout=datetime.timedelta(seconds=60),
     )
+    import optim_cases  # imports this module
+
     results = {}
-    for name, case in (FOUR_RANKS if size == 4 else CASES).items():
+    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == 4 else CASES | optim_cases.CASES
+    for name, case in cases.items():
         try:
             case()
             results[name] = ""
