@@ -117,20 +117,30 @@ class State:
             return lambda: type(node)(build() for build in parts)
         for kind, take in self._KINDS.items():
             if isinstance(node, kind):
-                return take(self, name, node) or (lambda: node)
+                return take(self, name, node)
         if node is not None:
             self._bad.append(f"{name}: {type(node).__name__}")
         return lambda: node
 
-    def _module(self, name: str, module: nn.Module) -> None:
+    def _module(self, name: str, module: nn.Module) -> Build:
         runtime = runtime_of(module)
         for unit in runtime.units:
+            if unit.missing and self._checkpoint is None:
+                raise ValueError(f"{name}: no values to save yet: {', '.join(sorted(unit.missing))}")
             for slot in unit.slots:
                 self._add(name, slot, slot.shard.data, unit, runtime.layout)
-        mine = {id(slot.shard) for unit in runtime.units for slot in unit.slots}
-        for path, x in module.state_dict(keep_vars=True).items():
-            if id(x) not in mine:
-                self._whole(join(name, path.replace(".", "/")), x)
+        buffers = {path.replace(".", "/"): x for path, x in module.state_dict(keep_vars=True).items()}
+        buffers = {path: x for path, x in buffers.items() if id(x) not in self._slots}
+        for path, x in buffers.items():
+            self._tensor(join(name, path), x)
+
+        def build() -> nn.Module:
+            for unit in runtime.units:
+                unit.missing.clear()
+            runtime.missing_buffers -= buffers.keys()
+            return module
+
+        return build
 
     def _add(self, prefix: str, slot: Slot, data: torch.Tensor, unit: Unit, layout: Layout) -> None:
         self.layouts[prefix] = layout

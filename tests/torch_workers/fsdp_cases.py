@@ -277,6 +277,7 @@ CASES: dict[str, Callable[[], None]] = {
     "twice": lambda: parity(twice=True),
     "remat": lambda: parity(remat="yes"),
     "remat reentrant": lambda: parity(remat="reentrant"),
+    "transposed": lambda: parity(sharded={"names": tb.flax_names(make())}),
     "keep": lambda: parity(sharded={"reshard_after_forward": False}),
     "no units": lambda: parity(sharded={"units": None}),
     "no prefetch": lambda: parity(sharded={"prefetch": 0, "limit": 1}),

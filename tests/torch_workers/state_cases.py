@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fsdp_cases import Block, OddModel, data, loss_of, make, mine
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_jobs import run_cases
 
 import torch_bridge as tb
-from ragged_jax.checkpoint import Checkpoint
+from ragged_jax.checkpoint import Checkpoint, read_shard
 from ragged_jax.layout import rows, whole
+from torch_bridge._fully_shard import runtime_of
 
 FOLDER = Path(sys.argv[5])
 
@@ -137,7 +139,7 @@ def padding_and_other_leaves() -> None:
 
     torch.manual_seed(0)
     model = tb.fully_shard(Mixed(), block=rows(2))
-    for unit in tb._fully_shard.runtime_of(model).units:
+    for unit in runtime_of(model).units:
         for memory, slots in unit._slots:
             kept = [slot.shard.detach().clone() for slot in slots]
             memory.shards.fill_(float("nan"))
@@ -215,12 +217,146 @@ def reads_its_own_part() -> None:
     assert_same(tb.full_state_dict(again), tb.full_state_dict(model))
 
 
+class TwinBlock(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width)
+        self.up = nn.Linear(width, 100)
+        self.down = nn.Linear(100, width)
+        self.shift = nn.Parameter(torch.zeros(5))
+
+
+class Twin(nn.Module):
+    """The Flax model of tests/models.py."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(1601, 48)
+        self.blocks = nn.ModuleList([TwinBlock(48) for _ in range(2)])
+        self.temperature = nn.Parameter(torch.tensor(4.0))
+        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("num_calls", torch.tensor(0, dtype=torch.int32))
+        self.head = nn.Embedding(1601, 48)
+        self.head.weight = self.embed.weight
+
+
+def meta_twin() -> Twin:
+    with torch.device("meta"):
+        return Twin()
+
+
+def from_jax(layout: str) -> None:
+    """A Flax model's layout, parameters and AdamW state, without a copy; and back into a checkpoint."""
+    model = meta_twin()
+    names, planned = tb.flax_names(model), tb.load_layout(FOLDER / f"{layout}.json")
+    if layout == "listed":
+        assert tb.plan_module(model, 3, units=TwinBlock, names=names).layout.fingerprint == planned.fingerprint
+    tb.fully_shard(model, units=TwinBlock, plan=planned, names=names)
+    with raises(RuntimeError, "made on `meta` and have no values yet: embed/embedding, nothing, temperature"):
+        tb.full_state_dict(model)
+    optimizer = adamw(model)
+    state = {"model": model, "opt": optimizer, "key": tb.AsSaved()}
+    state = tb.Checkpointer(FOLDER / "jax").restore(state)
+    full, units = tb.full_state_dict(model), runtime_of(model).units
+    with Checkpoint(FOLDER / "jax" / "step_00000005") as checkpoint:
+        shapes = {rule[0]: checkpoint.entry(f"model/{rule[0]}").shape for rule in names.rules}
+        for name, mapped in names.apply(shapes).items():
+            link = mapped.links[0]
+            want = torch.from_numpy(np.array(link.take(checkpoint.read(f"model/{link.source}"))))
+            assert torch.equal(full[name], want), name
+        for slot in (slot for unit in units for slot in unit.slots):
+            got, (low, high) = optimizer.state[slot.shard], slot.slab.local(slot.placement)
+            assert got["step"] == 9
+            for key, path in tb.ADAMW.tensors.items():
+                stored = checkpoint.read(f"opt/{path}/{slot.placement.tensor.name}").ravel()
+                assert np.array_equal(got[key].numpy(), stored[low:high]), slot.placement.tensor.name
+        shard = read_shard(checkpoint, planned, dist.get_rank(), prefix="model")
+    held = {unit.bucket.name: [s.shard(m.shards) for m in unit._memories for s in m.slabs] for unit in units}
+    for (bucket, _), slab in shard.items():  # of a stack, row i is layer i
+        layers = [*enumerate(slab)] if planned.bucket(bucket).stack else [("", slab)]
+        for at, row in layers:
+            mine = held[f"{bucket}/{at}".rstrip("/")]
+            assert any(np.array_equal(row, x.numpy()) for x in mine), bucket
+    assert model.num_calls == 3
+    with tb.Checkpointer(FOLDER / f"torch_{layout}") as checkpointer:
+        checkpointer.save(6, state)
+
+
+def initialised() -> None:
+    """Layer by layer on every rank, the bits of one device, and never much more than a layer and the shards."""
+    with torch.device("meta"):
+        model = OddModel()
+    names = tb.flax_names(model)
+    tb.fully_shard(model, units=Block, names=names)
+    with raises(TypeError, "no reset_parameters: blocks/0, blocks/1, blocks/2, (root)"):
+        tb.init_parameters(model)
+    torch.manual_seed(dist.get_rank())
+    with raises(ValueError, "torch.manual_seed"):
+        tb.init_parameters(model, lambda module: None)
+    torch.manual_seed(0)
+    with raises(ValueError, "Embedding was initialised, but these have no values: embed/weight"):
+        tb.init_parameters(model, lambda module: None)
+
+    def init(module):
+        if isinstance(module, Block):
+            nn.init.zeros_(module.shift)
+            nn.init.ones_(module.unused)
+        elif isinstance(module, OddModel):
+            nn.init.constant_(module.temperature, 4.0)
+            module.steps.data.copy_(torch.arange(6))
+        else:
+            module.reset_parameters()
+
+    torch.manual_seed(0)
+    tb.init_parameters(model, init)
+    assert_same(tb.full_state_dict(model), make().state_dict())
+
+
+def never_whole() -> None:
+    """Made, initialised, saved and restored within the memory of the shards and a layer."""
+
+    def tall() -> nn.Module:
+        return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(12)])
+
+    def born() -> nn.Module:
+        with torch.device("meta"):
+            model = tall()
+        return tb.fully_shard(model, units=nn.Linear)
+
+    torch.manual_seed(0)
+    start = peak(reset=True)
+    model, again = born(), born()
+    tb.init_parameters(model)
+    with tb.Checkpointer(FOLDER / "tall", background=False) as checkpointer:
+        checkpointer.save(0, model)
+        checkpointer.restore(again)
+    grown, want = peak() - start, tall()
+    size, layer = sum(p.nbytes for p in want.parameters()), 4 << 20
+    assert grown < 2 * size / dist.get_world_size() + 2 * layer < 0.9 * size, (grown, size)
+    torch.manual_seed(0)
+    assert_same(tb.full_state_dict(again), tall().state_dict())
+
+
+def peak(*, reset: bool = False) -> int:
+    """The most memory that this process has had, in bytes."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) << 10
+
+
 CASES: dict[str, Callable[[], None]] = {
     "training goes on": training_goes_on,
     "any layout": any_layout,
     "leaves": padding_and_other_leaves,
     "errors": errors_name_everything,
     "reads its part": reads_its_own_part,
+    "from jax": lambda: from_jax("listed"),
+    "from jax, stacked": lambda: from_jax("stacked"),
+    "initialised": initialised,
+    "never whole": never_whole,
 }
 
 if __name__ == "__main__":
