@@ -33,6 +33,8 @@ def probe(imports: str) -> subprocess.CompletedProcess:
         "ragged_jax.optim",
         "ragged_jax.optim._reference",
         "ragged_jax.optim._muon_reference",
+        "ragged_jax.optim._blocks",
+        "ragged_jax.optim._routes",
     ],
 )
 def test_the_core_imports_no_framework(module):

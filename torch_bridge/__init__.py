@@ -3,6 +3,7 @@
 Imports `ragged_jax.layout`, `.planner` and `.checkpoint`, which know no framework, and never jax.
 """
 
+from . import optim as optim
 from ._checkpointer import Checkpointer as Checkpointer
 from ._clip import clip_grad_norm_ as clip_grad_norm_
 from ._deferred import init_parameters as init_parameters

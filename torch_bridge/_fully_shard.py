@@ -10,6 +10,7 @@ from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements
 from ragged_jax.planner import Plan
 from ragged_jax.planner import plan as make_plan
 
+from ._homes import register
 from ._layouts import unstacked as unstacked_layout
 from ._memory import materialize_buffers
 from ._plan import Part, Units, parts_of
@@ -81,16 +82,15 @@ def fully_shard(
     layout, buckets = _layout(parts, dist.get_world_size(groups.shard), block, plan)
     check_viewable(layout.buckets, {name: seen for part in parts for name, seen in part.seen.items()})
     place = _device(module, mesh, device)
-    made = [
-        Unit(
-            bucket, layout.shares, part, place, groups, mp_policy, reshard_after_forward and part.module is not module
-        )
-        for part, bucket in zip(parts, buckets, strict=True)
-    ]
+    made = []
+    for part, bucket in zip(parts, buckets, strict=True):
+        drop = reshard_after_forward and part.module is not module
+        made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, drop))
     runtime = Runtime(made, layout, prefetch, limit)
     runtime.missing_buffers = materialize_buffers(module, place)
     for part, unit in zip(parts, made, strict=True):
         runtime.attach(part.module, unit)
+    register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
     return module
 

@@ -1,6 +1,7 @@
 """`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -59,6 +60,11 @@ class Unit:
         self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, self._compute_dtype)
         with torch.no_grad():
             self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
+        self._shown = [  # looked at before every gather: nothing but what is compared
+            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.placement.tensor.name)
+            for slot in self.slots
+            for module, attribute in slot.uses
+        ]
         for memory in self._memories:
             memory.drop()
 
@@ -80,7 +86,7 @@ class Unit:
                 slot.show(slot.shard)
                 yield slot
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         """Its parameters."""
         return [slot for _, slots in self._slots for slot in slots]
@@ -117,19 +123,15 @@ class Unit:
                 f"these parameters were made on `meta` and have no values yet: {', '.join(sorted(self.missing))}. "
                 "Restore a checkpoint, or call `init_parameters`"
             )
-        lost = [
-            slot.placement.tensor.name
-            for memory, slots in self._slots
-            for slot in slots
-            if (
-                slot.shard.numel()
-                and slot.shard.data_ptr() != slot.slab.piece(memory.shards.data, slot.placement).data_ptr()
-            )
-            or any(module._parameters.get(attribute) is not slot.shard for module, attribute in slot.uses)
-        ]
+        lost = {
+            name
+            for shard, address, parameters, attribute, name in self._shown
+            if shard.data_ptr() != address or parameters.get(attribute) is not shard
+        }
         if lost:
+            names = ", ".join(sorted(lost))
             raise RuntimeError(
-                f"these parameters were replaced or moved after `fully_shard`: {', '.join(lost)}. Convert the module "
+                f"these parameters were replaced or moved after `fully_shard`: {names}. Convert the module "
                 "(`.to`, `.bfloat16()`) before it is sharded; load values inside `unsharded(module, writeback=True)`"
             )
 
