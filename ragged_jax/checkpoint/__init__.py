@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._manifest import Region as Region
     from ._manifest import TensorEntry as TensorEntry
     from ._runs import Run as Run
+    from ._runs import runs_of as runs_of
     from ._safetensors import ALIGNMENT as ALIGNMENT
     from ._shards import fill_shard as fill_shard
     from ._shards import join as join
@@ -34,7 +35,7 @@ _HOME = {
     "_checkpoint": ("Checkpoint", "numpy_dtype", "read_tensor"),
     "_directory": ("CheckpointDirectory",),
     "_manifest": ("CheckpointError", "Manifest", "Region", "TensorEntry"),
-    "_runs": ("Run",),
+    "_runs": ("Run", "runs_of"),
     "_safetensors": ("ALIGNMENT",),
     "_shards": ("fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
     "_write": ("Part", "in_threads"),

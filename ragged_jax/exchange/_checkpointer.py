@@ -90,7 +90,7 @@ class Checkpointer(BaseCheckpointer):
         items, build = items_of(like)
         with self.open(step) as checkpoint:
             check_wanted(checkpoint, {n: t for item in items for n, t in item.tensors().items()}, cast)
-            slabs = [at for at, item in enumerate(items) if item.of is not None]
+            slabs = [at for at, item in enumerate(items) if item.held is not None]
             done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
             rest = (
                 at for at in range(len(items)) if at not in done
