@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from .layout import Block as Block
     from .layout import Layout as Layout
     from .layout import LayoutError as LayoutError
+    from .layout import NameMap as NameMap
     from .layout import RaggedShard as RaggedShard
     from .layout import elements as elements
     from .layout import rows as rows
@@ -84,7 +85,7 @@ _HOME = {
         "value_and_grad",
         "varying",
     ),
-    "layout": ("Block", "Layout", "LayoutError", "RaggedShard", "elements", "rows", "tile", "whole"),
+    "layout": ("Block", "Layout", "LayoutError", "NameMap", "RaggedShard", "elements", "rows", "tile", "whole"),
 }
 _WHERE = {name: package for package, names in _HOME.items() for name in names}
 

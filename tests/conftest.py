@@ -10,9 +10,6 @@ import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
-# What one test compiled the others, their processes and pytest's other workers take from here, for this run alone.
-CACHE = None if "JAX_COMPILATION_CACHE_DIR" in os.environ else tempfile.mkdtemp(prefix="compiled-")
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", CACHE or "")
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
@@ -29,9 +26,13 @@ collect_ignore = ["checkpoint_killer.py", "two_processes.py", "torch_workers"]  
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
 
 
-def pytest_unconfigure():
-    if CACHE:
-        shutil.rmtree(CACHE, ignore_errors=True)
+def pytest_configure(config):
+    """What a test compiled, the others, pytest's other workers and their processes take from a cache of this run."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def pytest_collection_modifyitems(config, items):

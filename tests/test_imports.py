@@ -92,6 +92,7 @@ def test_the_public_surface():
         "Layout",
         "LayoutError",
         "MixedPrecision",
+        "NameMap",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",

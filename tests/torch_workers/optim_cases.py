@@ -105,7 +105,7 @@ def close_but_for_codes(got: dict[str, torch.Tensor], want: dict[str, torch.Tens
             off = (got[name] - x).abs()
             assert off.max() < RATE / 3, name
             far, total = far + int((off > 2e-5 * x.abs().max()).sum()), total + x.numel()
-    print(far,total)
+    print(far, total)
     assert far <= 1e-2 * total, f"{far} of {total}"
 
 
