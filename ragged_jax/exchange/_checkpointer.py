@@ -61,7 +61,7 @@ class Checkpointer:
         self._errors: list[BaseException] = []
         self._num_saves = 0
         token = np.frombuffer(secrets.token_bytes(8), np.uint32)
-        self._run = _from_first(token).tobytes().hex()
+        self._run = from_first(token).tobytes().hex()
         self._finalizer = weakref.finalize(self, _report, self._errors)
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
@@ -115,16 +115,8 @@ class Checkpointer:
           FileNotFoundError: there is no checkpoint, or not of this step.
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
         """
-        items, build = items_of(like)
         with self.open(step) as checkpoint:
-            check_restorable(checkpoint, items, cast)
-            slabs = [at for at, item in enumerate(items) if item.of is not None]
-            done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
-            rest = (
-                at for at in range(len(items)) if at not in done
-            )  # here, where the caller's context mesh is known
-            done |= {at: restored(checkpoint, items[at], cast) for at in rest}
-            return build([done[at] for at in range(len(items))])
+            return restore_from(checkpoint, like, cast=cast)
 
     def open(self, step: int | None = None) -> Checkpoint:
         """A checkpoint, by default the latest, to look into: its step, metadata and tensors."""
@@ -137,7 +129,7 @@ class Checkpointer:
         """The step of the latest checkpoint whose files are all there, or None; the same on all processes."""
         self.wait()
         found = self.directory.latest() if jax.process_index() == 0 else None
-        step = int(_from_first(np.array(-1 if found is None else found, np.int32)))
+        step = int(from_first(np.array(-1 if found is None else found, np.int32)))
         return None if step < 0 else step
 
     def steps(self) -> list[int]:
@@ -169,7 +161,18 @@ class Checkpointer:
             warnings.warn(f"a checkpoint was not saved: {failure}", UserWarning, stacklevel=2)
 
 
-def _from_first(value: np.ndarray) -> np.ndarray:
+def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False) -> T:
+    """A state from an open checkpoint of any kind; see `Checkpointer.restore`."""
+    items, build = items_of(like)
+    check_restorable(checkpoint, items, cast)
+    slabs = [at for at, item in enumerate(items) if item.of is not None]
+    done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+    rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
+    done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+    return build([done[at] for at in range(len(items))])
+
+
+def from_first(value: np.ndarray) -> np.ndarray:
     """What the first process says, on all of them."""
     return np.asarray(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value
 
