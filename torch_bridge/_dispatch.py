@@ -12,14 +12,13 @@ from ._placement import RaggedShard
 from ._reductions import collected, is_reduction, reduce_whole
 
 # They act on each element alone, and carry no tag that says so.
-UNTAGGED = frozenset(
-    "_to_copy clone copy copy_ fill fill_ zero zero_ masked_fill masked_fill_ "
-    "zeros_like ones_like empty_like full_like".split()
-)
-TWO_MEANINGS = frozenset({"max", "min", "norm", "powsum"})  # elementwise with two operands, else a reduction
-FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
-TRANSPOSES = frozenset({"t", "transpose", "permute"})
-RESHAPES = frozenset({"view", "_unsafe_view", "unsqueeze", "squeeze"})
+UNTAGGED = {"clone", "copy", "_to_copy", "fill", "zero", "masked_fill", "zeros_like", "ones_like", "empty_like"}
+UNTAGGED |= {"full_like", "floor_divide", "rsub", "hardswish", "hardswish_backward"}
+TWO_MEANINGS = {"max", "min", "norm", "powsum"}  # elementwise with two operands, else a reduction
+FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+TRANSPOSES = {"t", "transpose", "permute"}
+RESHAPES = {"view", "_unsafe_view", "unsqueeze", "squeeze"}
+COMPARISONS = {"equal", "allclose"}  # to one bool
 
 
 def dispatch(cls: type, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -35,12 +34,12 @@ def dispatch(cls: type, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
         return args[0]._like(func(args[0]._local_tensor))
     if name in TRANSPOSES:
         return _transposed(func, name, args[0], given)
-    if name in RESHAPES:
+    if name in RESHAPES and func._overloadname != "dtype":
         return _reshaped(func, args[0], args[1:])
     if is_reduction(func, name):
         return reduce_whole(cls, func, name, given)
-    if name == "equal":
-        here = torch.equal(*(operand(cls, func, x, ragged[0]) for x in args))
+    if name in COMPARISONS:
+        here = func(*(operand(cls, func, x, ragged[0]) for x in args[:2]), *args[2:], **kwargs)
         return bool(collected(torch.tensor([here], device=ragged[0].device), ragged[0].geometry).all())
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(cls, func, args)
@@ -72,17 +71,21 @@ def _elementwise(cls: type, func: Any, args: Sequence[Any], kwargs: Mapping[str,
     lists = [value for value in args if isinstance(value, list | tuple) and any(isinstance(x, cls) for x in value)]
     refs = lists[0] if lists else [first]
     if any(not isinstance(x, cls) for value in lists for x in value):
-        raise NotImplementedError(f"{func} of ragged and ordinary tensors in one list; use foreach=False")
+        raise NotImplementedError(f"{func} of RaggedTensors and ordinary tensors in one list; use foreach=False")
     changed = [value for name in written(func) for value in flat([bound(func, args, kwargs)[name]])]
     if any(isinstance(x, torch.Tensor) and not isinstance(x, cls) for x in changed):
-        raise NotImplementedError(f"{func} changes an ordinary tensor by one that is ragged; it has only a part")
+        raise NotImplementedError(
+            f"{func} changes an ordinary tensor by a RaggedTensor, of which this rank has a part"
+        )
 
     def local(value: Any) -> Any:
         if isinstance(value, list | tuple) and any(isinstance(x, torch.Tensor) for x in value):
             return [_local(cls, func, x, ref) for x, ref in zip(value, refs, strict=True)]
         if isinstance(value, torch.Tensor) and lists and value.ndim:
             raise NotImplementedError(f"{func} of a list and a tensor {tuple(value.shape)}, which is no scalar")
-        return [_local(cls, func, value, ref) for ref in refs][0] if isinstance(value, torch.Tensor) else value
+        return (
+            next(iter([_local(cls, func, value, ref) for ref in refs])) if isinstance(value, torch.Tensor) else value
+        )
 
     keywords = {key: local(value) for key, value in kwargs.items()}
     _drop_memory_format(func, keywords, first)

@@ -65,7 +65,9 @@ class Geometry:
         if ragged[0].splits != cuts:
             raise ValueError(f"the other mesh dims cut the tensor by {cuts}, {ragged[0]} says {ragged[0].splits}")
         if len(ragged[0].local_units) != (size := self.mesh.size(self.mesh_dim)):
-            raise ValueError(f"{ragged[0]} is for {len(ragged[0].local_units)} ranks, mesh dim {self.mesh_dim} has {size}")
+            raise ValueError(
+                f"{ragged[0]} is for {len(ragged[0].local_units)} ranks, mesh dim {self.mesh_dim} has {size}"
+            )
         _ = self.numels
 
     @cached_property
@@ -121,7 +123,8 @@ class Geometry:
     def boxes(self) -> tuple[tuple[Box, Box], ...]:
         """This rank's elements as boxes, one after the other: each in the tensor, and as it lies in memory."""
         found = []
-        for stored in boxes(self.stored_shape, *self.range):
+        none = (Box((0,) * len(self.shape), self.stored_shape),)  # of a tensor without elements, which still exists
+        for stored in boxes(self.stored_shape, *self.range) if math.prod(self.stored_shape) else none:
             at = {dim: i for i, dim in enumerate(self.order)}
             dims = range(len(self.shape))
             offsets = tuple(self.slice[dim].start + stored.offsets[at[dim]] for dim in dims)

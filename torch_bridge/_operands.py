@@ -63,8 +63,8 @@ def operand(cls: type, func: Any, x: torch.Tensor, ref: Any) -> torch.Tensor:
             return wanted.mine(x)
     if x.ndim:
         raise NotImplementedError(
-            f"{func} of {_described(wanted)} and an ordinary tensor {tuple(x.shape)}: operands are scalars, or have the "
-            "same shape and are ragged too (RaggedTensor.from_full makes one of a whole tensor)"
+            f"{func} of {_described(wanted)} and an ordinary tensor {tuple(x.shape)}: operands are scalars, or have "
+            "the same shape and are ragged too (RaggedTensor.from_full makes one of a whole tensor)"
         )
     # For the dtype of the result a scalar counts in full beside a 0-d tensor, and not beside a 1-D one.
     return x if wanted.shape or x.dtype == ref.dtype else x.reshape(1)

@@ -10,9 +10,10 @@ from ragged_jax import layout
 class RaggedShard(Placement):
     """A tensor cut into contiguous pieces of unequal length along its flattened leading dims.
 
-    Rank `k` of the mesh dim holds `local_units[k]` of `sum(local_units)` equal units, in the order in which the tensor
-    lies in memory. Where other mesh dims cut the tensor (`Shard`), they cut first, in the order of `splits`, and the
-    pieces are of a slice. Units are relative, so they are kept canonical: divided by their greatest common divisor.
+    Rank `k` of the mesh dim holds `local_units[k]` of `sum(local_units)` equal units, in the order in which the
+    tensor lies in memory. Where other mesh dims cut the tensor (`Shard`), they cut first, in the order of `splits`,
+    and the pieces are of a slice. Units are relative, so they are kept canonical: divided by their greatest common
+    divisor.
 
     Only `RaggedTensor` knows it. DTensor's own code would move the label and not the data, so the questions that it
     asks of a placement raise here.
@@ -31,9 +32,7 @@ class RaggedShard(Placement):
 
     value: layout.RaggedShard | layout.StridedRaggedShard
 
-    def __init__(
-        self, dims: tuple[int, ...], local_units: tuple[int, ...], splits: tuple[tuple[int, int], ...] = ()
-    ):
+    def __init__(self, dims: tuple[int, ...], local_units: tuple[int, ...], splits: tuple[tuple[int, int], ...] = ()):
         super().__init__()
         ragged = layout.RaggedShard(tuple(dims), tuple(local_units))
         self.value = layout.StridedRaggedShard(tuple(splits), ragged) if splits else ragged
@@ -86,4 +85,4 @@ class RaggedShard(Placement):
             "whole tensor RaggedTensor.from_full; from this rank's elements RaggedTensor.from_local"
         )
 
-    is_shard = is_replicate = is_partial = _refuse
+    is_shard = is_replicate = is_partial = _refuse  # pyright: ignore[reportAssignmentType]

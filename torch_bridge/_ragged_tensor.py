@@ -26,8 +26,8 @@ class RaggedTensor(DTensor):
 
     Shape, strides and dtype are those of the whole tensor; this rank's elements are 1-D, in the order in which the
     whole one lies in memory. Operations on each element alone (in place, foreach and fused ones too), changes of
-    dtype, norms and other reductions of the whole tensor, transposes and views work; tensors in one operation have the
-    same shape and placements. Everything else raises `NotImplementedError` with the operation's name: there is no
+    dtype, norms and other reductions of the whole tensor, transposes and views work; tensors in one operation have
+    the same shape and placements. Everything else raises `NotImplementedError` with the operation's name: there is no
     operation whose values differ from those of the whole tensor. Reductions give replicated DTensors.
 
     Make one with `from_local`, `from_full`, `from_dtensor` or `from_layout`.
@@ -36,7 +36,7 @@ class RaggedTensor(DTensor):
     """
 
     __slots__ = ("geometry",)
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
     geometry: Geometry
     """Which elements this rank holds."""
@@ -67,7 +67,9 @@ class RaggedTensor(DTensor):
         if local_tensor.ndim != 1 or not local_tensor.is_contiguous():
             raise ValueError(f"local_tensor must be 1-D and contiguous, got a shape {tuple(local_tensor.shape)}")
         if local_tensor.numel() != (wanted := geometry.range[1] - geometry.range[0]):
-            raise ValueError(f"{geometry.placement} of {tuple(shape)}: {wanted} elements here, got {local_tensor.numel()}")
+            raise ValueError(
+                f"{geometry.placement} of {tuple(shape)}: {wanted} elements here, got {local_tensor.numel()}"
+            )
         return _FromLocal.apply(local_tensor, geometry)  # pyright: ignore[reportReturnType]
 
     @staticmethod
@@ -113,7 +115,9 @@ class RaggedTensor(DTensor):
         over = {named[s.axis]: Shard(s.dim) for s in spec.splits}
         rest = [i for i in range(mesh.ndim) if i not in over]
         if not rest or mesh.size(rest[-1]) != layout.num_shards:
-            raise ValueError(f"the layout is for {layout.num_shards} shards, the mesh {mesh} has none of that size left")
+            raise ValueError(
+                f"the layout is for {layout.num_shards} shards, the mesh {mesh} has none of that size left"
+            )
         cuts = tuple((over[i].dim, mesh.size(i)) for i in sorted(over))
         if cuts != tuple((s.dim, s.size) for s in spec.splits):
             raise ValueError(f"{name} is split by {spec.splits}, which the mesh {mesh} has in another order")
@@ -132,7 +136,11 @@ class RaggedTensor(DTensor):
         return _ToLocal.apply(self) if torch.is_grad_enabled() else self._local_tensor  # pyright: ignore[reportReturnType]
 
     def redistribute(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, *, async_op: bool = False
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        async_op: bool = False,
     ) -> DTensor:
         """The same tensor under other placements of the same mesh. Differentiable.
 
@@ -170,8 +178,8 @@ class RaggedTensor(DTensor):
         if id(self) not in memo:
             if not self.is_leaf:
                 raise RuntimeError("only a tensor that no operation made can be copied deeply; detach it first")
-            copied = _rebuild(*self.__reduce_ex__(2)[1])
-            copied._local_tensor.data = self._local_tensor.detach().clone()
+            rebuild, (local, *rest) = self.__reduce_ex__(2)
+            copied = rebuild(local.clone(), *rest)
             copied.grad = copy.deepcopy(self.grad, memo)
             memo[id(self)] = copied
         return memo[id(self)]
@@ -206,7 +214,7 @@ def _geometry(
 def _wrap(local: torch.Tensor, geometry: Geometry, requires_grad: bool = False) -> RaggedTensor:
     meta = TensorMeta(torch.Size(geometry.shape), geometry.strides, local.dtype)
     spec = DTensorSpec(geometry.mesh, geometry.placements, tensor_meta=meta)
-    made = RaggedTensor(local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
+    made: Any = RaggedTensor(local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue]
     made.geometry = geometry
     return made
 
@@ -225,7 +233,7 @@ class _FromLocal(torch.autograd.Function):
         return _wrap(local.view_as(local).detach(), geometry)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.to_local(), None
 
 
@@ -236,8 +244,8 @@ class _ToLocal(torch.autograd.Function):
         return x._local_tensor.view_as(x._local_tensor)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _wrap(grad, ctx.geometry)
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _wrap(grad.contiguous(), ctx.geometry)
 
 
 class _Redistribute(torch.autograd.Function):
@@ -246,21 +254,25 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, placements):
         ctx.placements = tuple(Replicate() if _is_partial(p) else p for p in x.placements)
+        ctx.stride = x.stride()
         return _converted(x, placements)
 
     @staticmethod
-    def backward(ctx, grad):
-        return _converted(grad, ctx.placements), None
+    def backward(ctx, grad):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _converted(grad, ctx.placements, ctx.stride), None
 
 
-def _converted(x: DTensor, placements: tuple[Placement, ...]) -> DTensor:
+def _converted(x: DTensor, placements: tuple[Placement, ...], stride: Sequence[int] | None = None) -> DTensor:
+    """Under other placements; ragged ones have these strides, by default those of `x`."""
     ragged = any(isinstance(p, RaggedShard) for p in placements)
-    geometry = _geometry(tuple(x.shape), x.stride(), x.device_mesh, placements) if ragged else None
+    geometry = _geometry(tuple(x.shape), tuple(stride or x.stride()), x.device_mesh, placements) if ragged else None
     if isinstance(x, RaggedTensor):
-        if x.placements == placements:
+        if x.geometry == geometry:
             return x._like(x._local_tensor.clone())
-        made = _redistribute.to_other(x._local_tensor, x.geometry, placements)
-        return _wrap(made, geometry) if geometry is not None else made  # pyright: ignore[reportArgumentType,reportReturnType]
+        if geometry is None or geometry.order == x.geometry.order:
+            made = _redistribute.to_other(x._local_tensor, x.geometry, placements)
+            return _wrap(made, geometry) if geometry else made  # pyright: ignore[reportReturnType]
+        x = x.redistribute(placements=[Replicate()] * x.device_mesh.ndim)
     if geometry is None:
         return x.redistribute(placements=placements)
     return _wrap(_redistribute.from_dtensor(x, geometry), geometry)

@@ -22,7 +22,9 @@ def row_numels(shape: tuple[int, ...], num_ranks: int) -> tuple[int, ...]:
     return tuple(max(0, min(step, rows - k * step)) * width for k in range(num_ranks))
 
 
-def exchange(local: torch.Tensor, held: tuple[int, ...], wanted: tuple[int, ...], group: dist.ProcessGroup) -> torch.Tensor:
+def exchange(
+    local: torch.Tensor, held: tuple[int, ...], wanted: tuple[int, ...], group: dist.ProcessGroup
+) -> torch.Tensor:
     """From ranges of these lengths on each rank to ranges of those: one all-to-all, nothing packed or unpacked."""
     rank = dist.get_rank(group)
     sources, targets = ((0, *accumulate(numels)) for numels in (held, wanted))
@@ -73,7 +75,9 @@ def _shares(geometry: Geometry) -> tuple[int, ...] | None:
 def to_other(local: torch.Tensor, geometry: Geometry, placements: tuple[Placement, ...]) -> torch.Tensor | DTensor:
     """This rank's elements under other placements: 1-D for ragged ones over the same mesh dim, else a DTensor."""
     mesh, dim = geometry.mesh, geometry.mesh_dim
-    others = [p for i, p in enumerate(placements) if i != dim] == [p for i, p in enumerate(geometry.placements) if i != dim]
+    others = [p for i, p in enumerate(placements) if i != dim] == [
+        p for i, p in enumerate(geometry.placements) if i != dim
+    ]
     target, shape = placements[dim], geometry.shape
     if others and type(target) is type(geometry.placement):
         wanted = Geometry(shape, geometry.order, mesh, placements).numels
@@ -97,7 +101,11 @@ def _rows(shape: tuple[int, ...], mesh: DeviceMesh, dim: int) -> int:
 
 
 def _dtensor(
-    local: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
 ) -> DTensor:
     return DTensor.from_local(local, mesh, placements, shape=torch.Size(shape), stride=strides)
 

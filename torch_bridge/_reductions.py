@@ -37,8 +37,12 @@ def _extreme(name: str, given: Mapping[str, Any]) -> Reduction:
     def here(x: torch.Tensor) -> torch.Tensor:
         if x.numel():
             return pick(x)
-        info = torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype) if x.dtype != torch.bool else None
-        lowest, top = (-math.inf, math.inf) if x.is_floating_point() else (info.min, info.max) if info else (False, True)
+        info = (
+            torch.finfo(x.dtype) if x.is_floating_point() else torch.iinfo(x.dtype) if x.dtype != torch.bool else None
+        )
+        lowest, top = (
+            (-math.inf, math.inf) if x.is_floating_point() else (info.min, info.max) if info else (False, True)
+        )
         return torch.full((), lowest if highest else top, dtype=x.dtype, device=x.device)
 
     return Reduction(here, pick)
@@ -46,9 +50,10 @@ def _extreme(name: str, given: Mapping[str, Any]) -> Reduction:
 
 def _norm(ord: float, dtype: torch.dtype | None) -> Reduction:
     def here(x: torch.Tensor) -> torch.Tensor:
+        kind = dtype or _wide(x) or x.dtype  # the same on a rank without elements
         if not x.numel() and math.isinf(ord):
-            return torch.full((), 0.0 if ord > 0 else math.inf, dtype=dtype or x.dtype, device=x.device).abs()
-        return torch.linalg.vector_norm(x, ord, dtype=dtype or _wide(x))
+            return torch.full((), 0.0 if ord > 0 else math.inf, dtype=kind, device=x.device).abs()
+        return torch.linalg.vector_norm(x, ord, dtype=kind)
 
     def joint(parts: torch.Tensor) -> torch.Tensor:
         return parts.sum() if ord == 0 else torch.linalg.vector_norm(parts, ord)
@@ -84,9 +89,8 @@ def _reduction(name: str, given: Mapping[str, Any], x: torch.Tensor, numel: int)
     return Reduction(lambda x: total(x.to(dtype) if integral else x, dtype=wide), joint), dtype
 
 
-REDUCTIONS = frozenset(
-    "sum mean prod amax amin max min any all count_nonzero linalg_vector_norm norm _foreach_norm _foreach_max".split()
-)
+REDUCTIONS = {"sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "count_nonzero"}
+REDUCTIONS |= {"linalg_vector_norm", "norm", "_foreach_norm", "_foreach_max"}
 
 
 def is_reduction(func: Any, name: str) -> bool:
@@ -103,11 +107,15 @@ def reduce_whole(cls: type, func: Any, name: str, given: Mapping[str, Any]) -> A
     many = name.startswith("_foreach_")
     xs = given["self"] if many else [given["self"]]
     if not all(isinstance(x, cls) for x in xs):
-        raise NotImplementedError(f"{func} of ragged and ordinary tensors in one list; use foreach=False")
+        raise NotImplementedError(f"{func} of RaggedTensors and ordinary tensors in one list; use foreach=False")
     dims, ndim = given.get("dim"), xs[0].ndim
     dims = [dims] if isinstance(dims, int) else dims
     others = set(given) - {"self", "dim", "keepdim", "dtype", "ord", "p"}
-    if given.get("keepdim") or others or (dims and sorted(d % max(1, ndim) for d in dims) != list(range(max(1, ndim)))):
+    if (
+        given.get("keepdim")
+        or others
+        or (dims and sorted(d % max(1, ndim) for d in dims) != list(range(max(1, ndim))))
+    ):
         raise NotImplementedError(
             f"{func} of a RaggedTensor over dims {dims} of {ndim}: it reduces all dims and keeps none; take rows "
             "(`x.redistribute(placements=[Shard(0)])`) or the whole tensor (`x.full_tensor()`)"

@@ -26,7 +26,7 @@ def reaches_subclasses(base: type[DTensor] = DTensor) -> bool:
         meta = TensorMeta(torch.Size([1]), (1,), torch.float32)
         spec = DTensorSpec(None, (Replicate(),), meta)  # pyright: ignore[reportArgumentType]
         probe = Probe(torch.zeros(1), spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
-        _ = probe + probe, torch._foreach_add([probe], [probe])
+        _ = probe + probe, torch.ops.aten._foreach_add.List([probe], [probe])
     except Exception:
         return False
     return len(seen) == 2

@@ -23,8 +23,8 @@ class Box(NamedTuple):
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """Cuts elements `start` to `stop` of a tensor's row-major order into boxes.
 
-    The boxes are as few as rising order allows, at most `2 * len(shape) - 1`: laid out row by row one after the other,
-    they are the range again. Distributed checkpoints of PyTorch store such boxes.
+    The boxes are as few as rising order allows, at most `2 * len(shape) - 1`: laid out one after the other they are
+    the range again. Distributed checkpoints of PyTorch store such boxes.
 
     Raises:
       ValueError: the range is not within the tensor.
@@ -47,7 +47,9 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     first, last = -(-start // row), stop // row  # of the whole rows
     if first > last:  # within one row
         return [_at(last, box) for box in _boxes(rest, start - last * row, stop - last * row)]
-    head = [_at(first - 1, box) for box in _boxes(rest, start - (first - 1) * row, row)] if start < first * row else []
+    head = (
+        [_at(first - 1, box) for box in _boxes(rest, start - (first - 1) * row, row)] if start < first * row else []
+    )
     body = [Box((first,) + (0,) * len(rest), (last - first, *rest))] if first < last else []
     tail = [_at(last, box) for box in _boxes(rest, 0, stop - last * row)] if last * row < stop else []
     return head + body + tail
