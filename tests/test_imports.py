@@ -153,6 +153,7 @@ def test_the_optimizers():
         "MuonState",
         "Routing",
         "ScaleByAdam8bitState",
+        "StochasticRoundingState",
         "adamw8bit",
         "add_decayed_weights",
         "clip_by_global_norm",
@@ -169,6 +170,8 @@ def test_the_optimizers():
         "scale_by_adam8bit",
         "scale_by_muon",
         "scale_by_path",
+        "stochastic_round",
+        "stochastic_rounding",
         "tensor_norms",
         "with_tensors",
     ]
