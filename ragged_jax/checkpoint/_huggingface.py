@@ -5,13 +5,13 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..layout import NameMap, itemsize
+from ..layout import Link, NameMap, itemsize
 from ._checkpoint import Checkpoint
 from ._copy import TensorBytes, converted
 from ._headers import Header, read_header
@@ -45,13 +45,18 @@ class HuggingFaceFolder(RowMajor):
         config = _read_json(path / CONFIG) if (path / CONFIG).is_file() else None
         super().__init__(path, Manifest(0, 1, files, entries, metadata={"config": config} if config else {}))
 
-    def read_range(self, name: str, first: int, out: np.ndarray) -> None:
-        file, entry = self._at[name]
+    def links(self, name: str) -> Sequence[Link]:
+        shape = self.entry(name).shape
+        every = (None,) * len(shape)
+        return [Link(name, shape, every, shape, every, tuple(range(len(shape))))]
+
+    def read_source(self, source: str, first: int, out: np.ndarray) -> None:
+        file, entry = self._at[source]
         view, offset = out.view(np.uint8).data, entry.offset + first * out.itemsize
         with file.open("rb", buffering=0) as opened:
             while view.nbytes:
                 if not (count := os.preadv(opened.fileno(), [view], offset)):
-                    raise CheckpointError(f"{file}: ends at {offset}, inside {name}")
+                    raise CheckpointError(f"{file}: ends at {offset}, inside {source}")
                 view, offset = view[count:], offset + count
 
 
