@@ -34,6 +34,7 @@ from ragged_jax.checkpoint import (
     write_huggingface,
 )
 from ragged_jax.checkpoint._runs import Run
+from ragged_jax.cli import main
 from ragged_jax.layout import NAME_MAPS, Link, NameMap, NameMapError, Placement, TensorSpec, stored_index, tile
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -363,6 +364,38 @@ def test_plain_stacks_and_every_fault_of_a_model_at_once(tmp_path):
     with pytest.raises(NameMapError, match="d: extra, no rule speaks of it"):
         rj.save_huggingface(tmp_path / "no", {**tree, "d": jnp.ones(3)}, names)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_the_command_converts_both_ways(tmp_path, capsys):
+    tensors = arrays(np.random.default_rng(2))
+    run = save(tmp_path / "run", {f"model/{n}": x for n, x in tensors.items()} | {"opt/mu": np.ones(3)}).parent
+    (tmp_path / "names.json").write_text(NAMES.to_json())
+    options = ("--map", str(tmp_path / "names.json"))
+    assert main(["convert", str(run), str(tmp_path / "hf"), *options, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "h.1.attn.weight  float32[24, 6]  576 bytes" in said
+    assert f"10 tensors, 1.8 kB, would be written to Hugging Face directory {tmp_path / 'hf'}" in said
+    assert not (tmp_path / "hf").exists()
+    assert main(["convert", str(run), str(tmp_path / "hf"), *options, "--dtype", "bfloat16", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["written"]
+    assert figures["tensors"]["h.1.attn.weight"] == {"dtype": "bfloat16", "shape": [24, 6], "nbytes": 288}
+    assert main(["convert", str(tmp_path / "hf"), str(tmp_path / "back"), *options, "--step", "7"]) == 0
+    assert "16 tensors" in capsys.readouterr().out
+    with Checkpoint(tmp_path / "back" / "step_00000007") as checkpoint:
+        want = tensors["blocks/0/attention/v/kernel"].astype(ml_dtypes.bfloat16)
+        assert same_bits(checkpoint.read("model/blocks/0/attention/v/kernel"), want)
+    for arguments, message in (
+        ([str(run), str(tmp_path / "hf"), *options], "hf exists already"),
+        ([str(run), str(tmp_path / "x"), "--map", "nothing"], "neither one of gpt, bert, nor a file"),
+        ([str(run), str(tmp_path / "x"), "--map", "bert"], "embed: extra, no rule speaks of it"),
+        ([str(run), str(tmp_path / "x"), "--dtype", "int8"], "only floating-point tensors are converted"),
+        ([str(tmp_path), str(tmp_path / "x")], "nor safetensors files are there"),
+    ):
+        assert main(["convert", *arguments]) == 2
+        assert message in capsys.readouterr().err
+    with pytest.raises(rj.CheckpointError, match="that is one of step_00000003"):
+        Checkpoint(run)
 
 
 SENTENCES = np.array([

@@ -303,7 +303,9 @@ def _read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's manifest")
         return Manifest.from_bytes(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; not a checkpoint, or not a whole one") from None
+        inside = ", ".join(sorted(found.name for found in folder.glob("step_*")))
+        hint = f"that is one of {inside}" if inside else "not a checkpoint, or not a whole one"
+        raise CheckpointError(f"{path}: {error.strerror or error}; {hint}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

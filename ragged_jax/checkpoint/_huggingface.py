@@ -136,10 +136,7 @@ def open_huggingface(
       CheckpointError: files are missing, cut or no safetensors files.
       NameMapError: naming every tensor that is missing, that the map does not know, or that has another shape.
     """
-    folder = HuggingFaceFolder(path)
-    if names is None:
-        names = NameMap(tuple((name, name) for name in folder.tensors))
-    return Renamed(folder, names.inverse, prefix=prefix, targets=targets)
+    return Renamed(HuggingFaceFolder(path), names and names.inverse, prefix=prefix, targets=targets)
 
 
 def write_huggingface(
@@ -176,7 +173,6 @@ def write_huggingface(
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists already")
-    names = names or NameMap(tuple((name, name) for name in _below(checkpoint, only)))
     source = Renamed(checkpoint, names, only=only)
     if wrong := [f"{name}: {entry.dtype}" for name, entry in source.tensors.items() if entry.dtype == "complex128"]:
         raise CheckpointError(f"safetensors has no such dtype: {', '.join(wrong)}")
@@ -195,11 +191,6 @@ def write_huggingface(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return path
-
-
-def _below(checkpoint: Checkpoint, prefix: str) -> list[str]:
-    head = prefix and f"{prefix}/"
-    return [name.removeprefix(head) for name in checkpoint.tensors if name.startswith(head)]
 
 
 def _write_all(folder: Path, source: Renamed, dtype: str | None, max_file_nbytes: int, fetched: Any) -> None:

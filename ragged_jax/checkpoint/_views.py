@@ -104,7 +104,7 @@ class Renamed(RowMajor):
 
     Args:
       base: the other checkpoint. It is closed along with this one.
-      names: from its names to new ones.
+      names: from its names to new ones; None where they stay.
       only: take only the tensors below this prefix, without it.
       prefix: what the new names begin with.
       targets: the tensors that are wanted, by name without prefix, if that is known.
@@ -126,7 +126,7 @@ class Renamed(RowMajor):
     def __init__(
         self,
         base: Checkpoint,
-        names: NameMap,
+        names: NameMap | None = None,
         *,
         only: str = "",
         prefix: str = "",
@@ -134,6 +134,8 @@ class Renamed(RowMajor):
     ):
         head = only and f"{only}/"
         inside = {n.removeprefix(head): entry.shape for n, entry in base.tensors.items() if n.startswith(head)}
+        if names is None:
+            names = NameMap(tuple((name, name) for name in inside))
         self._shapes = _unstacked(inside, names)
         self._base, self._head = base, head
         wanted = None if targets is None else _unstacked(targets, names.inverse)
