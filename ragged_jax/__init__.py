@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint as Checkpoint
     from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
+    from .exchange import redistribute as redistribute
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -55,7 +56,7 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "checkpoint": ("Checkpoint", "CheckpointError"),
-    "exchange": ("Checkpointer",),
+    "exchange": ("Checkpointer", "redistribute"),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

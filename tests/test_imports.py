@@ -112,6 +112,7 @@ def test_the_public_surface():
         "partition",
         "plan",
         "quantisation_error",
+        "redistribute",
         "replicated",
         "rows",
         "shard_like",

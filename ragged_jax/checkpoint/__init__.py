@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._checkpoint import Checkpoint as Checkpoint
+    from ._checkpoint import find_sources as find_sources
     from ._checkpoint import numpy_dtype as numpy_dtype
     from ._checkpoint import read_tensor as read_tensor
     from ._directory import CheckpointDirectory as CheckpointDirectory
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from ._write import in_threads as in_threads
 
 _HOME = {
-    "_checkpoint": ("Checkpoint", "numpy_dtype", "read_tensor"),
+    "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
     "_directory": ("CheckpointDirectory",),
     "_manifest": ("CheckpointError", "Manifest", "Region", "TensorEntry"),
     "_runs": ("Run", "runs_of"),

@@ -4,3 +4,4 @@ The files themselves are `ragged_jax.checkpoint`'s, which knows no framework.
 """
 
 from ._checkpointer import Checkpointer as Checkpointer
+from ._redistribute import redistribute as redistribute
