@@ -124,15 +124,11 @@ def _parser() -> argparse.ArgumentParser:
         "convert", help="a checkpoint to a Hugging Face directory, or such a directory to a checkpoint"
     )
     command.set_defaults(run=_convert)
-    command.add_argument(
-        "source", type=Path, metavar="SRC", help="a checkpoint, a folder of them, or the directory"
-    )
+    command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, a folder of them, or the directory")
     command.add_argument("target", type=Path, metavar="DST", help="the other")
     command.add_argument("--map", metavar="NAME", help=f"what tensors are called: {', '.join(NAME_MAPS)}, or a file")
     command.add_argument("--prefix", help="of the model's tensors in the checkpoint. Default: model")
-    command.add_argument(
-        "--step", type=int, help="which of a folder, or of the new one. Default: latest, 0"
-    )
+    command.add_argument("--step", type=int, help="which of a folder, or of the new one. Default: latest, 0")
     command.add_argument("--dtype", help="convert floating-point tensors to this, for example bfloat16")
     command.add_argument("--max-file-nbytes", type=int, default=5_000_000_000, help="of one safetensors file")
     command.add_argument("--dry-run", action="store_true", help="say what would be written")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ._checkpoint import Checkpoint as Checkpoint
+    from ._checkpoint import find_sources as find_sources
     from ._checkpoint import numpy_dtype as numpy_dtype
     from ._checkpoint import read_tensor as read_tensor
     from ._copy import copy_checkpoint as copy_checkpoint
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from ._manifest import Manifest as Manifest
     from ._manifest import Region as Region
     from ._manifest import TensorEntry as TensorEntry
+    from ._runs import Run as Run
+    from ._runs import runs_of as runs_of
     from ._safetensors import ALIGNMENT as ALIGNMENT
     from ._shards import fill_shard as fill_shard
     from ._shards import join as join
@@ -31,11 +34,12 @@ if TYPE_CHECKING:
     from ._write import in_threads as in_threads
 
 _HOME = {
-    "_checkpoint": ("Checkpoint", "numpy_dtype", "read_tensor"),
+    "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
     "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),
     "_huggingface": ("HuggingFaceFolder", "open_huggingface", "write_huggingface"),
     "_manifest": ("CheckpointError", "Manifest", "Region", "TensorEntry"),
+    "_runs": ("Run", "runs_of"),
     "_safetensors": ("ALIGNMENT",),
     "_shards": ("fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
     "_views": ("Renamed",),

@@ -165,7 +165,7 @@ def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False) -> T:
     """A state from an open checkpoint of any kind; see `Checkpointer.restore`."""
     items, build = items_of(like)
     check_restorable(checkpoint, items, cast)
-    slabs = [at for at, item in enumerate(items) if item.of is not None]
+    slabs = [at for at, item in enumerate(items) if item.held is not None]
     done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
     rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
     done |= {at: restored(checkpoint, items[at], cast) for at in rest}

@@ -33,8 +33,10 @@ from ._overlap import Buffer as Buffer
 from ._overlap import Move as Move
 from ._overlap import Order as Order
 from ._overlap import Segment as Segment
+from ._overlap import cut_runs as cut_runs
 from ._overlap import overlap as overlap
 from ._overlap import segments as segments
+from ._overlap import stored_runs as stored_runs
 from ._ragged_shard import RaggedShard as RaggedShard
 from ._ragged_shard import StridedRaggedShard as StridedRaggedShard
 from ._slab import Bucket as Bucket

@@ -87,9 +87,9 @@ def segments(
                 tensor = placement.tensor
                 if (names is not None and tensor.name not in names) or not tensor.numel:
                     continue
-                runs = _runs(placement) if order == "row_major" else [(0, 0, tensor.numel)]
+                runs = stored_runs(placement) if order == "row_major" else [(0, 0, tensor.numel)]
                 for k, start, stop, offset in _pieces(layout, placement, size):
-                    pieces = list(_cut(runs, start, stop))
+                    pieces = list(cut_runs(runs, start, stop))
                     for layer in range(num_layers):
                         shift, at = layer * tensor.numel, offset + layer * layout.largest_share * size
                         for first, stored, numel in pieces:
@@ -108,7 +108,7 @@ def _pieces(layout: Layout, placement: Placement, size: int) -> Iterator[tuple[i
         yield k, low - offset, high - offset, low - ends[k] * size
 
 
-def _runs(placement: Placement) -> list[tuple[int, int, int]]:
+def stored_runs(placement: Placement) -> list[tuple[int, int, int]]:
     """`(first, stored, numel)`: row-major elements from `first` on that are stored together, by rising `stored`."""
     tensor = placement.tensor
     if placement.storage == "row_major" and placement.axis_order is None:
@@ -120,8 +120,8 @@ def _runs(placement: Placement) -> list[tuple[int, int, int]]:
     return [(int(index[low]), low, high - low) for low, high in pairwise(starts)]
 
 
-def _cut(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The runs between two places in the stored tensor."""
+def cut_runs(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The runs `(first, stored, numel)`, by rising `stored`, between two places in the stored tensor."""
     for first, stored, numel in runs[max(0, bisect_right(runs, start, key=lambda run: run[1]) - 1) :]:
         if stored >= stop:
             break
@@ -129,15 +129,21 @@ def _cut(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tu
         yield first + low - stored, low, high - low
 
 
-def overlap(held: Sequence[Iterable[Segment]], wanted: Sequence[Iterable[Segment]]) -> tuple[Move, ...]:
+def overlap(
+    held: Sequence[Iterable[Segment]],
+    wanted: Sequence[Iterable[Segment]],
+    replicas: Sequence[int] | None = None,
+) -> tuple[Move, ...]:
     """The moves that give every device the segments it wants, out of those that are held.
 
-    Several devices may want the same elements, and several may hold them: a device then takes its own copy,
-    and else the one on the first device that has it. Moves that continue each other at both ends are one.
+    Several devices may want the same elements, and several may hold them: a device then takes its own copy, else
+    one of its own replica, else the one on the first device that has it. Moves that continue each other at both ends
+    are one.
 
     Args:
       held: for each device, what it holds.
       wanted: for each device, what it is to hold.
+      replicas: for each device, to which of several copies of everything it belongs.
 
     Returns:
       Moves sorted by sender, receiver, and place in the sender's memory.
@@ -147,13 +153,21 @@ def overlap(held: Sequence[Iterable[Segment]], wanted: Sequence[Iterable[Segment
     """
     own = [_by_tensor((k, s) for s in device) for k, device in enumerate(held)]
     anywhere = _by_tensor((k, s) for k, device in enumerate(held) for s in device)
+    alike = {
+        r: _by_tensor((k, s) for k, device in enumerate(held) if replicas[k] == r for s in device)
+        for r in set(replicas or ())
+        if replicas is not None
+    }
     moves: list[Move] = []
     missing: list[str] = []
     for receiver, device in enumerate(wanted):
-        mine = own[receiver] if receiver < len(own) else {}
+        covers = [own[receiver]] if receiver < len(own) else []
+        covers += [alike[replicas[receiver]]] if replicas else []
         for segment in device:
-            rest = _take(receiver, segment, mine, moves)
-            for gap in [g for part in rest for g in _take(receiver, part, anywhere, moves)]:
+            rest = [segment]
+            for cover in (*covers, anywhere):
+                rest = [gap for part in rest for gap in _take(receiver, part, cover, moves)]
+            for gap in rest:
                 missing.append(f"{gap.tensor}[{gap.start}:{gap.stop}] for device {receiver}")
     if missing:
         raise ValueError("no device holds " + ", ".join(missing))
