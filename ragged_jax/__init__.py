@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
     from .exchange import load_huggingface as load_huggingface
+    from .exchange import redistribute as redistribute
     from .exchange import save_huggingface as save_huggingface
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
@@ -58,7 +59,7 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "checkpoint": ("Checkpoint", "CheckpointError"),
-    "exchange": ("Checkpointer", "load_huggingface", "save_huggingface"),
+    "exchange": ("Checkpointer", "load_huggingface", "redistribute", "save_huggingface"),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

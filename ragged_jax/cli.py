@@ -1,8 +1,9 @@
-"""The command `ragged-jax`: plan a model's layout, look at one or at a checkpoint.
+"""The command `ragged-jax`: plan a model's layout, look at one or at a checkpoint, convert a checkpoint.
 
 ragged-jax plan SHAPES.json -n 64 --block rows:32
 ragged-jax show LAYOUT.json
 ragged-jax show CHECKPOINT --verify
+ragged-jax convert CHECKPOINT HUGGINGFACE_FOLDER --map names.json
 """
 
 import argparse
@@ -12,9 +13,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ._convert import convert
 from ._shapes import model_groups, num_params, read_shapes
 from ._show import show_checkpoint
-from .layout import Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
+from .layout import NAME_MAPS, Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
 from .planner import PROFILES, BucketReport, Plan, advise, draw, plan, plan_table
 
 
@@ -117,6 +119,20 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("path", type=Path, metavar="PATH", help="a layout file, a checkpoint, or a folder of them")
     command.add_argument("--verify", action="store_true", help="read all of a checkpoint, compare its checksums")
     _add_output(command)
+
+    command = commands.add_parser(
+        "convert", help="a checkpoint to a Hugging Face directory, or such a directory to a checkpoint"
+    )
+    command.set_defaults(run=_convert)
+    command.add_argument("source", type=Path, metavar="SRC", help="a checkpoint, a folder of them, or the directory")
+    command.add_argument("target", type=Path, metavar="DST", help="the other")
+    command.add_argument("--map", metavar="NAME", help=f"what tensors are called: {', '.join(NAME_MAPS)}, or a file")
+    command.add_argument("--prefix", help="of the model's tensors in the checkpoint. Default: model")
+    command.add_argument("--step", type=int, help="which of a folder, or of the new one. Default: latest, 0")
+    command.add_argument("--dtype", help="convert floating-point tensors to this, for example bfloat16")
+    command.add_argument("--max-file-nbytes", type=int, default=5_000_000_000, help="of one safetensors file")
+    command.add_argument("--dry-run", action="store_true", help="say what would be written")
+    command.add_argument("--json", action="store_true", help="figures as JSON, nothing else")
     return parser
 
 
@@ -182,6 +198,20 @@ def _show(args: argparse.Namespace) -> int:
     else:
         Console().print(plan_table(made, with_bound=False))
     return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    return convert(
+        args.source,
+        args.target,
+        names=args.map,
+        prefix=args.prefix,
+        step=args.step,
+        dtype=args.dtype,
+        max_file_nbytes=args.max_file_nbytes,
+        dry_run=args.dry_run,
+        as_json=args.json,
+    )
 
 
 def _figures(made: Plan) -> dict[str, float | int | str]:

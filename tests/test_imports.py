@@ -116,6 +116,7 @@ def test_the_public_surface():
         "partition",
         "plan",
         "quantisation_error",
+        "redistribute",
         "replicated",
         "rows",
         "save_huggingface",

@@ -64,7 +64,7 @@ def test_against_a_loop_over_elements(scheme, by_json):
         return str(value) if roles[at] == "number" else f"w{sizes[at] - value}"
 
     choices = {f"p{at}": tuple(word(at, v) for v in range(n)) for at, n in enumerate(sizes) if roles[at] == "word"}
-    known = {f"p{at}": n for at, n in enumerate(sizes) if roles[at] == "dim"}
+    known = {f"p{at}": n for at, n in enumerate(sizes) if roles[at] != "word"}
     names = NameMap(((pattern(0), pattern(1), f"{dims(0)} -> {dims(1)}"),), choices, known)
     if by_json:
         names = NameMap.from_json(names.to_json())
@@ -90,6 +90,12 @@ def test_against_a_loop_over_elements(scheme, by_json):
     assert back.keys() == left.keys()
     assert all(np.array_equal(forth[name], x) for name, x in right.items())
     assert all(np.array_equal(back[name], x) for name, x in left.items())
+    for name, mapped in names.apply({n: x.shape for n, x in left.items()}).items():
+        order = tuple(reversed(range(len(mapped.shape))))
+        out = np.full(right[name].T.shape, -1, np.int64)
+        for link in mapped.links:
+            link.permuted(mapped.shape, order).put(link.permuted(mapped.shape, order).take(left[link.source]), out)
+        assert np.array_equal(out, right[name].T)
 
 
 BERT = NameMap(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ._base import as_json as as_json
     from ._base import check_wanted as check_wanted
     from ._checkpoint import Checkpoint as Checkpoint
+    from ._checkpoint import find_sources as find_sources
     from ._checkpoint import numpy_dtype as numpy_dtype
     from ._checkpoint import read_tensor as read_tensor
     from ._copy import copy_checkpoint as copy_checkpoint
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "_base": ("BaseCheckpointer", "as_json", "check_wanted"),
-    "_checkpoint": ("Checkpoint", "numpy_dtype", "read_tensor"),
+    "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
     "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),
     "_huggingface": ("HuggingFaceFolder", "open_huggingface", "write_huggingface"),

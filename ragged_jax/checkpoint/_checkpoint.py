@@ -33,6 +33,40 @@ class Source(NamedTuple):
     numel: int
 
 
+def find_sources(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
+    """Where a tensor's elements come from among others; nothing if it is not there, or in another shape.
+
+    Args:
+      tensors: by name, those there are.
+      name, shape: of the tensor. A stack `P/rest` of layers may be there as `P/0/rest`, `P/1/rest` and so on, and a
+        layer as part of such a stack.
+    """
+    if name in tensors:
+        return [Source(name, 0, 0, math.prod(shape))] if tensors[name].shape == tuple(shape) else []
+    return _from_layers(tensors, name, shape) or _from_stack(tensors, name, shape)
+
+
+def _from_layers(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
+    if not shape or not shape[0]:
+        return []
+    steps, numel = name.split("/"), math.prod(shape[1:])
+    for at in range(len(steps), -1, -1):
+        names = ["/".join((*steps[:at], str(layer), *steps[at:])) for layer in range(shape[0])]
+        if all(n in tensors and tensors[n].shape == tuple(shape[1:]) for n in names):
+            return [Source(n, layer * numel, 0, numel) for layer, n in enumerate(names)]
+    return []
+
+
+def _from_stack(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
+    steps, numel = name.split("/"), math.prod(shape)
+    for at in (at for at, step in enumerate(steps) if step.isdecimal()):
+        stack, layer = "/".join((*steps[:at], *steps[at + 1 :])), int(steps[at])
+        saved = tensors[stack].shape if stack in tensors else ()
+        if saved[1:] == tuple(shape) and saved and layer < saved[0]:
+            return [Source(stack, 0, layer * numel, numel)]
+    return []
+
+
 class Checkpoint:
     """A checkpoint on disk.
 
@@ -143,34 +177,10 @@ class Checkpoint:
         Raises:
           CheckpointError: there is no such tensor, nor layers or a stack that it is made of, or it has another shape.
         """
-        numel = math.prod(shape)
-        if name in self.tensors:
-            if (saved := self.tensors[name].shape) != tuple(shape):
-                raise CheckpointError(f"{name}: saved with shape {saved}, wanted with {tuple(shape)}")
-            return [Source(name, 0, 0, numel)]
-        found = self._from_layers(name, shape) or self._from_stack(name, shape)
-        if not found:
-            self.entry(name)  # raises
+        if not (found := find_sources(self.tensors, name, shape)):
+            saved = self.entry(name).shape
+            raise CheckpointError(f"{name}: saved with shape {saved}, wanted with {tuple(shape)}")
         return found
-
-    def _from_layers(self, name: str, shape: tuple[int, ...]) -> list[Source]:
-        if not shape or not shape[0]:
-            return []
-        steps, numel = name.split("/"), math.prod(shape[1:])
-        for at in range(len(steps), -1, -1):
-            names = ["/".join((*steps[:at], str(layer), *steps[at:])) for layer in range(shape[0])]
-            if all(n in self.tensors and self.tensors[n].shape == tuple(shape[1:]) for n in names):
-                return [Source(n, layer * numel, 0, numel) for layer, n in enumerate(names)]
-        return []
-
-    def _from_stack(self, name: str, shape: tuple[int, ...]) -> list[Source]:
-        steps, numel = name.split("/"), math.prod(shape)
-        for at in (at for at, step in enumerate(steps) if step.isdecimal()):
-            stack, layer = "/".join((*steps[:at], *steps[at + 1 :])), int(steps[at])
-            saved = self.tensors[stack].shape if stack in self.tensors else ()
-            if saved[1:] == tuple(shape) and saved and layer < saved[0]:
-                return [Source(stack, 0, layer * numel, numel)]
-        return []
 
     def read_runs(self, name: str, wanted: Sequence[Run], out: np.ndarray, placement: Placement) -> None:
         """Fills parts of a flat array with ranges of a tensor.
@@ -325,7 +335,9 @@ def _read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's manifest")
         return Manifest.from_bytes(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}; not a checkpoint, or not a whole one") from None
+        inside = ", ".join(sorted(found.name for found in folder.glob("step_*")))
+        hint = f"that is one of {inside}" if inside else "not a checkpoint, or not a whole one"
+        raise CheckpointError(f"{path}: {error.strerror or error}; {hint}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
 

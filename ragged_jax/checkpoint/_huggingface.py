@@ -5,13 +5,13 @@ import os
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..layout import NameMap, itemsize
+from ..layout import Link, NameMap, itemsize
 from ._checkpoint import Checkpoint
 from ._copy import TensorBytes, converted
 from ._headers import Header, read_header
@@ -45,13 +45,18 @@ class HuggingFaceFolder(RowMajor):
         config = _read_json(path / CONFIG) if (path / CONFIG).is_file() else None
         super().__init__(path, Manifest(0, 1, files, entries, metadata={"config": config} if config else {}))
 
-    def read_range(self, name: str, first: int, out: np.ndarray) -> None:
-        file, entry = self._at[name]
+    def links(self, name: str) -> Sequence[Link]:
+        shape = self.entry(name).shape
+        every = (None,) * len(shape)
+        return [Link(name, shape, every, shape, every, tuple(range(len(shape))))]
+
+    def read_source(self, source: str, first: int, out: np.ndarray) -> None:
+        file, entry = self._at[source]
         view, offset = out.view(np.uint8).data, entry.offset + first * out.itemsize
         with file.open("rb", buffering=0) as opened:
             while view.nbytes:
                 if not (count := os.preadv(opened.fileno(), [view], offset)):
-                    raise CheckpointError(f"{file}: ends at {offset}, inside {name}")
+                    raise CheckpointError(f"{file}: ends at {offset}, inside {source}")
                 view, offset = view[count:], offset + count
 
 
@@ -131,10 +136,7 @@ def open_huggingface(
       CheckpointError: files are missing, cut or no safetensors files.
       NameMapError: naming every tensor that is missing, that the map does not know, or that has another shape.
     """
-    folder = HuggingFaceFolder(path)
-    if names is None:
-        names = NameMap(tuple((name, name) for name in folder.tensors))
-    return Renamed(folder, names.inverse, prefix=prefix, targets=targets)
+    return Renamed(HuggingFaceFolder(path), names and names.inverse, prefix=prefix, targets=targets)
 
 
 def write_huggingface(
@@ -171,7 +173,6 @@ def write_huggingface(
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists already")
-    names = names or NameMap(tuple((name, name) for name in _below(checkpoint, only)))
     source = Renamed(checkpoint, names, only=only)
     if wrong := [f"{name}: {entry.dtype}" for name, entry in source.tensors.items() if entry.dtype == "complex128"]:
         raise CheckpointError(f"safetensors has no such dtype: {', '.join(wrong)}")
@@ -190,11 +191,6 @@ def write_huggingface(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return path
-
-
-def _below(checkpoint: Checkpoint, prefix: str) -> list[str]:
-    head = prefix and f"{prefix}/"
-    return [name.removeprefix(head) for name in checkpoint.tensors if name.startswith(head)]
 
 
 def _write_all(folder: Path, source: Renamed, dtype: str | None, max_file_nbytes: int, fetched: Any) -> None:

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from ._shards import join
 
 _WINDOW_NBYTES = 4 << 20
 _MAX_LAYERS = 100_000
-_PICKED = 1 << 18  # elements whose places are computed one by one at a time
+_PICKED = 1 << 20  # elements whose places are computed one by one at a time
 
 
 class RowMajor(Checkpoint):
-    """A checkpoint whose tensors are read as ranges of their elements in row-major order.
+    """A checkpoint whose tensors are made of others that are read as ranges of row-major elements.
 
     Attributes:
       aliases: other names of tensors, by that name.
@@ -30,14 +31,22 @@ class RowMajor(Checkpoint):
         self.path, self.manifest, self.aliases = path, manifest, dict(aliases or {})
 
     @abstractmethod
-    def read_range(self, name: str, first: int, out: np.ndarray) -> None:
-        """Fills a flat array with elements of a tensor, from the given one on.
+    def links(self, name: str) -> Sequence[Link]:
+        """What a tensor is made of."""
+
+    @abstractmethod
+    def read_source(self, source: str, first: int, out: np.ndarray) -> None:
+        """Fills a flat array with elements of what a tensor is made of, in row-major order.
 
         Args:
-          name: of the tensor.
+          source: its name.
           first: its element that belongs at `out[0]`.
-          out: flat and contiguous, of unsigned integers or bytes of the size of the tensor's elements.
+          out: flat and contiguous, of unsigned integers or bytes of the size of the elements.
         """
+
+    def window(self, source: str) -> int:
+        """How many bytes of it are read at a time."""
+        return _WINDOW_NBYTES
 
     def entry(self, name: str) -> TensorEntry:
         return super().entry(self.aliases.get(name, name))
@@ -54,22 +63,19 @@ class RowMajor(Checkpoint):
                 self._read_run(source, run, raw, placement)
 
     def _read_run(self, source: Source, run: Run, raw: np.ndarray, placement: Placement) -> None:
-        order = placement.axis_order
-        if placement.storage == "row_major" and (order is None or order == tuple(range(len(order)))):
-            low = max(run.first, source.wanted)
-            high = min(run.first + run.numel, source.wanted + source.numel)
-            if low < high:
-                at = run.at + low - run.first
-                self.read_range(source.name, low - source.wanted + source.held, raw[at : at + high - low])
-        elif order is not None and source.numel == placement.tensor.numel == self.entry(source.name).numel:
-            every = (None,) * len(order)
-            link = Link(source.name, placement.tensor.shape, every, placement.stored_shape, every, order)
-            self._fill(link, run.first, raw[run.at : run.at + run.numel], _WINDOW_NBYTES)
-        else:
+        order, links = placement.axis_order, self.links(source.name)
+        if order is not None and source.numel == placement.tensor.numel == self.entry(source.name).numel:
+            links = [link.permuted(placement.tensor.shape, order) for link in links]
+        elif order is not None or placement.storage == "tiled":
             for start in range(0, run.numel, _PICKED):
                 stop = min(start + _PICKED, run.numel)
                 index = row_major_index(placement, np.arange(run.first + start, run.first + stop))
                 self._pick(source, index - source.wanted, raw[run.at + start : run.at + stop])
+            return
+        low, high = max(run.first, source.wanted), min(run.first + run.numel, source.wanted + source.numel)
+        if low < high:
+            at = run.at + low - run.first
+            self._fill(links, low - source.wanted + source.held, raw[at : at + high - low])
 
     def _pick(self, source: Source, index: np.ndarray, out: np.ndarray) -> None:
         """Single elements, by way of the range from the first to the last of them."""
@@ -77,11 +83,12 @@ class RowMajor(Checkpoint):
         if inside.any():
             low, high = int(index[inside].min()), int(index[inside].max()) + 1
             data = np.empty(high - low, out.dtype)
-            self.read_range(source.name, low + source.held, data)
+            self._fill(self.links(source.name), low + source.held, data)
             out[inside] = data[index[inside] - low]
 
-    def _fill(self, link: Link, first: int, out: np.ndarray, max_nbytes: int) -> None:
-        fill(link, first, out, lambda at, to: self.read_range(link.source, at, to), max_nbytes)
+    def _fill(self, links: Sequence[Link], first: int, out: np.ndarray) -> None:
+        for link in links:
+            fill(link, first, out, partial(self.read_source, link.source), self.window(link.source))
 
     def verify(self) -> list[str]:
         return []
@@ -97,7 +104,7 @@ class Renamed(RowMajor):
 
     Args:
       base: the other checkpoint. It is closed along with this one.
-      names: from its names to new ones.
+      names: from its names to new ones; None where they stay.
       only: take only the tensors below this prefix, without it.
       prefix: what the new names begin with.
       targets: the tensors that are wanted, by name without prefix, if that is known.
@@ -119,7 +126,7 @@ class Renamed(RowMajor):
     def __init__(
         self,
         base: Checkpoint,
-        names: NameMap,
+        names: NameMap | None = None,
         *,
         only: str = "",
         prefix: str = "",
@@ -127,6 +134,8 @@ class Renamed(RowMajor):
     ):
         head = only and f"{only}/"
         inside = {n.removeprefix(head): entry.shape for n, entry in base.tensors.items() if n.startswith(head)}
+        if names is None:
+            names = NameMap(tuple((name, name) for name in inside))
         self._shapes = _unstacked(inside, names)
         self._base, self._head = base, head
         wanted = None if targets is None else _unstacked(targets, names.inverse)
@@ -147,17 +156,16 @@ class Renamed(RowMajor):
         """What holds a source tensor: itself, or the stack that it is a layer of."""
         return self._base.entry(self._base.sources(self._head + source, self._shapes[source])[0].name)
 
-    def read_range(self, name: str, first: int, out: np.ndarray) -> None:
-        for link in self._mapped[name].links:
-            held, source = self._holder(link.source), self._head + link.source
-            # of one that is stored in another order every read goes through all of it
-            limit = _WINDOW_NBYTES if held.row_major else held.nbytes
-            placement = Placement(TensorSpec(source, self._shapes[link.source]), 0)
+    def links(self, name: str) -> Sequence[Link]:
+        return self._mapped[name].links
 
-            def read(at: int, to: np.ndarray, source=source, placement=placement) -> None:
-                self._base.read_runs(source, [Run(at, 0, len(to))], to, placement)
+    def read_source(self, source: str, first: int, out: np.ndarray) -> None:
+        placement = Placement(TensorSpec(source, self._shapes[source]), 0)
+        self._base.read_runs(self._head + source, [Run(first, 0, len(out))], out, placement)
 
-            fill(link, first, out, read, limit)
+    def window(self, source: str) -> int:
+        held = self._holder(source)
+        return _WINDOW_NBYTES if held.row_major else held.nbytes  # every read of others goes through all of them
 
     def verify(self) -> list[str]:
         return self._base.verify()

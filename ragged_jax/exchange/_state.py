@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..adapters import SLABS
-from ..checkpoint import TensorEntry, join
+from ..checkpoint import Region, TensorEntry, join
 from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
@@ -74,6 +74,12 @@ class _Raw(NamedTuple):
 
 def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and check.is_key(leaf)
+
+
+def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
+    """A part of an array as ranges of its dims."""
+    spans = (s.indices(size)[:2] for s, size in zip((*index, *[slice(None)] * len(shape)), shape, strict=False))
+    return tuple(spans)
 
 
 def sharding_of(item: Item) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, numpy_dtype, runs_of
 from ..fsdp import array_from_parts
 from ._holding import Holding
-from ._state import PYTHON, Item, is_key, sharding_of
+from ._state import PYTHON, Item, is_key, region_of, sharding_of
 
 _REST = "state"  # the file of what is in no bucket
 
@@ -48,7 +48,7 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
         return
     if item.is_empty:
         return
-    region = _region(shard.index, shape)
+    region = region_of(shard.index, shape)
     if item.shape is not None:
         for run in runs_of(region, shape):
             part = data.reshape(-1)[run.at : run.at + run.numel]
@@ -58,11 +58,6 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
         row = data[:1].size if shape else 1
         region = ((region[0][0] * row, region[0][1] * row),) if shape else ((0, 1),)
     yield Part(item.name, region, data, _REST)
-
-
-def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
-    spans = (s.indices(size)[:2] for s, size in zip((*index, *[slice(None)] * len(shape)), shape, strict=False))
-    return tuple(spans)
 
 
 def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
@@ -87,7 +82,7 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
         ]
         return np.concatenate(parts).reshape([stop - start for start, stop in region]).astype(dtype, copy=False)
 
-    part = _once(lambda index: _region(index, shape), read)
+    part = _once(lambda index: region_of(index, shape), read)
     whole = (slice(None),) * len(shape)
     if type(leaf) in PYTHON:
         return type(leaf)(part(whole))
@@ -116,7 +111,7 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool
             )
         return buffer
 
-    part = _once(lambda index: _region(index, leaf.shape), read)
+    part = _once(lambda index: region_of(index, leaf.shape), read)
     return array_from_parts(leaf.shape, sharding, part, dtype=leaf.dtype)
 
 

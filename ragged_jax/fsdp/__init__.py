@@ -50,6 +50,9 @@ from ._processes import check_layout_on_all_processes as check_layout_on_all_pro
 from ._processes import check_same_on_all_processes as check_same_on_all_processes
 from ._quantised_error import QuantisationError as QuantisationError
 from ._quantised_error import quantisation_error as quantisation_error
+from ._relaid import relaid as relaid
+from ._relaid import relaid_registry as relaid_registry
+from ._relaid import relaid_units as relaid_units
 from ._remat import drop_unsharded as drop_unsharded
 from ._remat import resharding as resharding
 from ._reshard import ReshardRule as ReshardRule

@@ -20,6 +20,7 @@ from ..layout import Segment
 from ..planner import HardwareProfile, hardware
 
 _PROFILES = {"cpu": "cpu", "tpu": "v5p"}
+_FEW = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,6 +73,16 @@ def _runs(copies: list[tuple[int, int, int]], size: int, pool: int) -> list[tupl
     return [*runs, (end, pool)] if end < size or not runs else runs
 
 
+@dataclass(frozen=True)
+class Message:
+    """A round of an exchange: what to send, and how."""
+
+    kind: str
+    numel: int
+    pairs: tuple[tuple[int, int], ...]
+    take: Runs
+
+
 def granule_of(held: Iterable[Iterable[Segment]], wanted: Iterable[Iterable[Segment]], sizes: Iterable[int]) -> int:
     """Elements of a unit: what all ranges, and these other sizes, are multiples of."""
     places = {n for device in (*held, *wanted) for s in device for n in (s.start, s.stop, s.offset)}
@@ -96,6 +107,10 @@ def places(runs: Runs, axis: str, start: jax.Array | int, size: int) -> jax.Arra
     at = lax.axis_index(axis)
     here = start + jnp.arange(size, dtype=jnp.int32)
     starts, shifts = jnp.asarray(runs.starts)[at], jnp.asarray(runs.shifts)[at]
+    if runs.starts.shape[1] == 1:
+        return here + shifts[0]
+    if runs.starts.shape[1] <= _FEW:  # compiles faster than a search
+        return here + shifts[(starts <= here[:, None]).sum(1, dtype=jnp.int32) - 1]
     return here + shifts[jnp.searchsorted(starts, here, side="right") - 1]
 
 

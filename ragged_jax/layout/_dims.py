@@ -45,6 +45,30 @@ class Link(NamedTuple):
         """Writes what `take` gave to its place in a contiguous numpy array."""
         target.reshape(self.target_dims)[_slices(self.target_index)] = part
 
+    def permuted(self, shape: Shape, order: Sequence[int]) -> "Link":
+        """The same with the target's dims in another order.
+
+        Args:
+          shape: the target's.
+          order: its dims as they come then.
+        """
+        fine = iter(range(len(self.target_dims)))
+        groups = []
+        for size in shape:  # dims of size 1 may fall to either neighbour: they move nothing
+            group, product = [], 1
+            while product < size:
+                group.append(next(fine))
+                product *= self.target_dims[group[-1]]
+            groups.append(group)
+        groups.append(list(fine))
+        dims = [at for dim in (*order, len(shape)) for at in groups[dim]]
+        left = [at for at, index in enumerate(self.target_index) if index is None]
+        return self._replace(
+            target_dims=tuple(self.target_dims[at] for at in dims),
+            target_index=tuple(self.target_index[at] for at in dims),
+            axes=tuple(self.axes[left.index(at)] for at in dims if at in left),
+        )
+
 
 def _slices(index: tuple[int | None, ...]) -> tuple[int | slice, ...]:
     return tuple(slice(None) if at is None else at for at in index)

@@ -129,15 +129,21 @@ def cut_runs(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterato
         yield first + low - stored, low, high - low
 
 
-def overlap(held: Sequence[Iterable[Segment]], wanted: Sequence[Iterable[Segment]]) -> tuple[Move, ...]:
+def overlap(
+    held: Sequence[Iterable[Segment]],
+    wanted: Sequence[Iterable[Segment]],
+    replicas: Sequence[int] | None = None,
+) -> tuple[Move, ...]:
     """The moves that give every device the segments it wants, out of those that are held.
 
-    Several devices may want the same elements, and several may hold them: a device then takes its own copy,
-    and else the one on the first device that has it. Moves that continue each other at both ends are one.
+    Several devices may want the same elements, and several may hold them: a device then takes its own copy, else
+    one of its own replica, else the one on the first device that has it. Moves that continue each other at both ends
+    are one.
 
     Args:
       held: for each device, what it holds.
       wanted: for each device, what it is to hold.
+      replicas: for each device, to which of several copies of everything it belongs.
 
     Returns:
       Moves sorted by sender, receiver, and place in the sender's memory.
@@ -147,13 +153,21 @@ def overlap(held: Sequence[Iterable[Segment]], wanted: Sequence[Iterable[Segment
     """
     own = [_by_tensor((k, s) for s in device) for k, device in enumerate(held)]
     anywhere = _by_tensor((k, s) for k, device in enumerate(held) for s in device)
+    alike = {
+        r: _by_tensor((k, s) for k, device in enumerate(held) if replicas[k] == r for s in device)
+        for r in set(replicas or ())
+        if replicas is not None
+    }
     moves: list[Move] = []
     missing: list[str] = []
     for receiver, device in enumerate(wanted):
-        mine = own[receiver] if receiver < len(own) else {}
+        covers = [own[receiver]] if receiver < len(own) else []
+        covers += [alike[replicas[receiver]]] if replicas else []
         for segment in device:
-            rest = _take(receiver, segment, mine, moves)
-            for gap in [g for part in rest for g in _take(receiver, part, anywhere, moves)]:
+            rest = [segment]
+            for cover in (*covers, anywhere):
+                rest = [gap for part in rest for gap in _take(receiver, part, cover, moves)]
+            for gap in rest:
                 missing.append(f"{gap.tensor}[{gap.start}:{gap.stop}] for device {receiver}")
     if missing:
         raise ValueError("no device holds " + ", ".join(missing))

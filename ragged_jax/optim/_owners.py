@@ -13,23 +13,13 @@ from functools import cached_property, lru_cache
 from jax.sharding import PartitionSpec
 
 from ..fsdp import Leaves, Unit, not_split
-from ..fsdp._runs import Runs, granule_of, in_units, profile_of
+from ..fsdp._runs import Message, Runs, granule_of, in_units, profile_of
 from ..layout import Bucket, Layout, Segment, segments
 from ..planner import SHARDED, Exchange, Matrix, OwnerPlan, assign_owners, exchange
 from ._forms import Form
 from ._tensors import tensors_of
 
 _OWNED, _SHARDED = "owned", "sharded"
-
-
-@dataclass(frozen=True)
-class Message:
-    """A round of an exchange: what to send, and how."""
-
-    kind: str
-    numel: int
-    pairs: tuple[tuple[int, int], ...]
-    take: Runs
 
 
 @dataclass(frozen=True)

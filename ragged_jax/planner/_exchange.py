@@ -200,6 +200,7 @@ def exchange(
     uneven: bool = False,
     max_padding: float | None = None,
     max_message_nbytes: int | None = None,
+    replicas: Sequence[int] | None = None,
 ) -> Exchange:
     """Plans the rounds that give every device the segments it wants. Deterministic.
 
@@ -215,6 +216,7 @@ def exchange(
       max_padding: how many more bytes than the bound a device may send, as a fraction, even where that takes
         more time. A target: many small messages on many devices may miss it.
       max_message_nbytes: memory for one round's outgoing messages; larger rounds are cut into several.
+      replicas: for each device, to which copy of the data it belongs where there are several (see `overlap`).
 
     Raises:
       ValueError: elements are wanted that nobody holds, or a size is not positive.
@@ -231,7 +233,7 @@ def exchange(
     if num_copies < 1 or (max_message_nbytes is not None and max_message_nbytes < 1):
         raise ValueError(f"num_copies {num_copies} and max_message_nbytes {max_message_nbytes} must be positive")
     num_shards = max(len(held), len(wanted))
-    moves = overlap(held, wanted)
+    moves = overlap(held, wanted, replicas)
     messages: dict[tuple[int, int], list[Move]] = defaultdict(list)
     for move in moves:
         messages[move.sender, move.receiver].append(move)
