@@ -1,9 +1,6 @@
 """What every rank of a gloo job does with `torch_bridge.fully_shard`: `fsdp_cases.py RANK SIZE STORE OUT`."""
 
-import datetime
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from torch_jobs import run_cases
 
 import torch_bridge as tb
 from ragged_jax.layout import rows, whole
@@ -286,6 +284,7 @@ CASES: dict[str, Callable[[], None]] = {
     "twice": lambda: parity(twice=True),
     "remat": lambda: parity(remat="yes"),
     "remat reentrant": lambda: parity(remat="reentrant"),
+    "transposed": lambda: parity(sharded={"names": tb.flax_names(make())}),
     "keep": lambda: parity(sharded={"reshard_after_forward": False}),
     "no units": lambda: parity(sharded={"units": None}),
     "no prefetch": lambda: parity(sharded={"prefetch": 0, "limit": 1}),
@@ -306,34 +305,9 @@ CASES: dict[str, Callable[[], None]] = {
 FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
 
-def main(rank: int, size: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=size,
-        store=dist.FileStore(store, size),
-        timeout=datetime.timedelta(seconds=60),
-    )
+if __name__ == "__main__":
     import optim_cases  # imports this module
 
-    results = {}
-    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == 4 else CASES | optim_cases.CASES
-    if size == 2:
-        cases |= optim_cases.TWO_RANKS
-    for name, case in cases.items():
-        try:
-            case()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-            if size > 1:
-                break  # the other ranks may be elsewhere
-    with open(f"{out}.{rank}", "w") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    rank, size, *files = sys.argv[1:]
+    chosen = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
+    run_cases(chosen | (optim_cases.TWO_RANKS if size == "2" else {}), int(rank), int(size), *files)
