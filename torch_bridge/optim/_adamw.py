@@ -7,7 +7,7 @@ import torch
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
-from ._joined import Row, joined, zeros_beside
+from ._joined import Row, Runs, zeros_beside
 from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
 
 _MOMENTS = (("exp_avg", "mu"), ("exp_avg_sq", "nu"))  # names of torch, and of optax
@@ -39,13 +39,14 @@ class AdamW(ShardedOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ):
+        self._runs: dict[tuple[int, ...], Runs] = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _make_state(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         make_adamw_state(self.state, params)
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        adamw_update(group, [(p, self.state[p]) for p in params])
+        adamw_update(group, [(p, self.state[p]) for p in params], self._runs)
 
     def _named(self, p: torch.Tensor, state: dict[str, torch.Tensor]) -> Iterable[StateTensor]:
         return named_moments(self, p, state, "0")
@@ -60,27 +61,33 @@ def make_adamw_state(states: Any, params: list[torch.Tensor]) -> None:
                 states[p][key] = x.view(p.shape)
 
 
-def adamw_update(group: dict[str, Any], states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
-    """One step of some parameters."""
+def adamw_update(
+    group: dict[str, Any],
+    states: list[tuple[torch.Tensor, dict[str, torch.Tensor]]],
+    known: dict[tuple[int, ...], Runs],
+) -> None:
+    """One step of some parameters; `known` remembers what lies together."""
     own = dict(states)
+    beta1, beta2 = group["betas"]
     for step, params in by_step(states).items():
-        rows: list[Row] = [
-            (p.detach(), p.grad.detach(), *(own[p][key] for key, _ in _MOMENTS))
-            for p in params
-            if p.grad is not None and p.numel()
-        ]
-        flat_rows = [tuple(x.view(-1) for x in row) for row in rows if all(x.is_contiguous() for x in row)]
-        rows = [*joined(flat_rows), *(row for row in rows if not all(x.is_contiguous() for x in row))]
-        if not rows:
-            continue
-        values, grads, first, second = (list(column) for column in zip(*rows, strict=True))
-        fused = all(x.is_floating_point() and x.device.type in _FUSED for x in values)
-        steps = [torch.full((), float(step - 1), device=x.device if fused else "cpu") for x in values]
-        beta1, beta2 = group["betas"]
-        adamw(
-            values, grads, first, second, [], steps, fused=fused, beta1=beta1, beta2=beta2, lr=group["lr"],
-            weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
-        )  # fmt: skip
+        rows: dict[torch.Tensor, Row] = {p: (p, *(own[p][key] for key, _ in _MOMENTS)) for p in params}
+        strided = {p for p in params if p.grad is not None and not (p.is_contiguous() and p.grad.is_contiguous())}
+        dense = {p: row for p, row in rows.items() if p not in strided}
+        key = tuple(map(id, dense))
+        if key not in known or not known[key].are_of(dense):
+            known[key] = Runs(dense)
+        some = known[key].with_gradients()
+        fused = all(row[0].is_floating_point() and row[0].device.type in _FUSED for row in some)
+        rest = [(*rows[p], p.grad) for p in strided]
+        for members, is_fused in ((some, fused), (rest, False)):
+            if members:
+                values, first, second, grads = map(list, zip(*members, strict=True))
+                counts = [torch.full((), float(step - 1), device=x.device if is_fused else "cpu") for x in values]
+                adamw(
+                    values, grads, first, second, [], counts, fused=is_fused, beta1=beta1, beta2=beta2,
+                    lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False,
+                    maximize=False,
+                )  # fmt: skip
 
 
 def named_moments(

@@ -20,7 +20,6 @@ from ._joined import Row, joined, zeros_beside
 from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
 
 CHUNK_ON_CPU, CHUNK = 2**16, 2**26
-_NAN = float("nan")
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -225,7 +224,7 @@ def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row) -> None:
 def _finite(g: torch.Tensor) -> torch.Tensor:
     """In float32; what is not finite as NaN, what is not normal as zero."""
     g = flush(g.float())
-    return torch.where(g.isfinite(), g, _NAN)
+    return g.add_(g - g)
 
 
 def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

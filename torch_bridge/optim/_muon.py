@@ -14,7 +14,7 @@ from ragged_jax.optim._tensor import Rule
 
 from .._runtime import Runtime
 from ._adamw import adamw_update, make_adamw_state, named_moments
-from ._joined import zeros_beside
+from ._joined import Runs, zeros_beside
 from ._newton_schulz import NewtonSchulz, each_matrix
 from ._owners import Owners, Sending
 from ._routing import dims_of, routing_of_locals, tensor_of
@@ -97,6 +97,7 @@ class Muon(ShardedOptimizer):
             "adamw_weight_decay": adamw_weight_decay,
         }  # fmt: skip
         self._owners: dict[tuple[int, ...], Owners] = {}
+        self._runs: dict[tuple[int, ...], Runs] = {}
         self._forms: dict[torch.Tensor, Form] = {}
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -159,7 +160,8 @@ class Muon(ShardedOptimizer):
         ]
         for group in self.param_groups:
             if group["kind"] == "adamw":
-                adamw_update(group, [(p, self.state[p]) for p in group["params"] if p.grad is not None])
+                states = [(p, self.state[p]) for p in group["params"] if p.grad is not None]
+                adamw_update(group, states, self._runs)
         schulz = {p: self._schulz(group) for p, group in trained}
         for some in running:
             mixed |= some.finish(schulz)

@@ -234,8 +234,11 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 def by_step(states: Iterable[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> dict[int, list[torch.Tensor]]:
     """Parameters by the number of steps they have taken, this one included, which is counted."""
-    groups: dict[int, list[torch.Tensor]] = {}
+    states, groups = list(states), {}
+    if states:
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            [state["step"] for _, state in states], 1
+        )
     for p, state in states:
-        state["step"] += 1
         groups.setdefault(int(state["step"]), []).append(p)
     return groups
