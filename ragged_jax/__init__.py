@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint as Checkpoint
     from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
+    from .exchange import load_huggingface as load_huggingface
+    from .exchange import save_huggingface as save_huggingface
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -56,7 +58,7 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "checkpoint": ("Checkpoint", "CheckpointError"),
-    "exchange": ("Checkpointer",),
+    "exchange": ("Checkpointer", "load_huggingface", "save_huggingface"),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

@@ -14,7 +14,11 @@ from ._fully_shard import get_layout as get_layout
 from ._fully_shard import set_requires_gradient_sync as set_requires_gradient_sync
 from ._items import AsSaved as AsSaved
 from ._layouts import load_layout as load_layout
+from ._placement import RaggedShard as RaggedShard
 from ._plan import plan_module as plan_module
+from ._ragged_state import ragged_optimizer_state_dict as ragged_optimizer_state_dict
+from ._ragged_state import ragged_state_dict as ragged_state_dict
+from ._ragged_tensor import RaggedTensor as RaggedTensor
 from ._state import full_state_dict as full_state_dict
 from ._state import unsharded as unsharded
 from ._state_names import ADAM as ADAM

@@ -101,9 +101,9 @@ def _groups(mesh: DeviceMesh | None) -> Groups:
             raise RuntimeError("call torch.distributed.init_process_group first")
         return Groups(world)
     if mesh.ndim == 1:
-        return Groups(mesh.get_group())
+        return Groups(mesh.get_group(), mesh=mesh)
     if mesh.ndim == 2:
-        return Groups(mesh.get_group(1), mesh.get_group(0))
+        return Groups(mesh.get_group(1), mesh.get_group(0), mesh)
     raise ValueError(f"a mesh of one dim (shards) or two (replicas, shards), got {mesh.ndim}")
 
 

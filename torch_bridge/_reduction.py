@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_jax.layout import Placement
 
@@ -21,10 +22,12 @@ class Groups:
     Attributes:
       shard: those that share the model.
       replicate: those that hold the same part of it, or None.
+      mesh: where they come from, if it was given.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def num_ranks(self) -> int:

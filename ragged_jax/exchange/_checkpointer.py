@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..checkpoint import BaseCheckpointer, as_json, check_wanted, in_threads
+from ..checkpoint import BaseCheckpointer, Checkpoint, as_json, check_wanted, in_threads
 from ._state import items_of, layouts_of
 from ._transfer import parts_of, restored
 
@@ -52,7 +52,7 @@ class Checkpointer(BaseCheckpointer):
         return jax.process_count()
 
     def _from_first(self, value: np.ndarray) -> np.ndarray:
-        return np.asarray(multihost_utils.broadcast_one_to_all(value)) if self._num_ranks > 1 else value
+        return from_first(value)
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
         """Saves a state. It may be changed or donated as soon as this returns.
@@ -87,13 +87,21 @@ class Checkpointer(BaseCheckpointer):
           FileNotFoundError: there is no checkpoint, or not of this step.
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
         """
-        items, build = items_of(like)
         with self.open(step) as checkpoint:
-            check_wanted(checkpoint, {n: t for item in items for n, t in item.tensors().items()}, cast)
-            slabs = [at for at, item in enumerate(items) if item.held is not None]
-            done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
-            rest = (
-                at for at in range(len(items)) if at not in done
-            )  # here, where the caller's context mesh is known
-            done |= {at: restored(checkpoint, items[at], cast) for at in rest}
-            return build([done[at] for at in range(len(items))])
+            return restore_from(checkpoint, like, cast=cast)
+
+
+def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False) -> T:
+    """A state from an open checkpoint of any kind; see `Checkpointer.restore`."""
+    items, build = items_of(like)
+    check_wanted(checkpoint, {n: t for item in items for n, t in item.tensors().items()}, cast)
+    slabs = [at for at, item in enumerate(items) if item.held is not None]
+    done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+    rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
+    done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+    return build([done[at] for at in range(len(items))])
+
+
+def from_first(value: np.ndarray) -> np.ndarray:
+    """What the first process says, on all of them."""
+    return np.asarray(multihost_utils.broadcast_one_to_all(value)) if jax.process_count() > 1 else value

@@ -191,6 +191,11 @@ class NameMap:
             if (found := _match(regex, name)) is not None
         }
 
+    def knows(self, name: str) -> bool:
+        """Whether a rule or an alias speaks of a source tensor of this name, or it is passed over."""
+        patterns = (*(rule.source for rule in self._rules), *self.aliases)
+        return self.is_ignored(name) or any(_match(self._regex(pattern), name) is not None for pattern in patterns)
+
     def is_ignored(self, name: str) -> bool:
         """Whether a name is passed over."""
         return any(fnmatchcase(name, pattern) for pattern in self.ignored)
@@ -210,11 +215,17 @@ class NameMap:
 
     def _regex(self, pattern: str) -> re.Pattern:
         """Placeholders become groups: numbers without leading zeros, or one of the choices."""
-        parts = []
-        for at, part in enumerate(_PLACEHOLDER.split(pattern)):
-            words = "|".join(map(re.escape, self.choices.get(part, ()))) or "0|[1-9][0-9]{0,8}"
-            parts.append(f"(?P<{part}>{words})" if at % 2 else re.escape(part))
-        return re.compile("".join(parts))
+        if (made := self._regexes.get(pattern)) is None:
+            parts = []
+            for at, part in enumerate(_PLACEHOLDER.split(pattern)):
+                words = "|".join(map(re.escape, self.choices.get(part, ()))) or "0|[1-9][0-9]{0,8}"
+                parts.append(f"(?P<{part}>{words})" if at % 2 else re.escape(part))
+            made = self._regexes[pattern] = re.compile("".join(parts))
+        return made
+
+    @cached_property
+    def _regexes(self) -> dict[str, re.Pattern]:
+        return {}
 
 
 class _Applying:

@@ -11,6 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..fsdp import Leaf, Leaves, leaves_of
+from ..fsdp._check import is_traced
+from ..fsdp._unit import pin
 from ._each_matrix import each_matrix
 from ._exchange import each_owned, from_owners, on_devices, to_owners, zeros
 from ._forms import Form, form_of
@@ -141,7 +143,12 @@ def zeros_for(leaf: Leaf, like: Any, dtype: DTypeLike) -> jax.Array:
     """Zeros that are sharded as a leaf is, also under jit."""
     if leaf.of is None or leaf.shape != leaf.of.unit.shape(leaf.of.slab):  # the latter inside shard_map
         return jnp.zeros_like(like, dtype=dtype)
-    return jnp.zeros(leaf.shape, dtype, device=leaf.of.unit.sharding(leaf.of.slab))
+    sharding = leaf.of.unit.sharding(leaf.of.slab)
+    return (
+        pin(jnp.zeros(leaf.shape, dtype), sharding)
+        if is_traced(like)
+        else jnp.zeros(leaf.shape, dtype, device=sharding)
+    )
 
 
 def orthogonalised(

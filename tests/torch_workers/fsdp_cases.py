@@ -93,14 +93,18 @@ def mine(tokens: torch.Tensor) -> torch.Tensor:
 
 def compare(model: nn.Module, losses: list[torch.Tensor], reference: nn.Module, want: list[torch.Tensor], rtol=1e-5):
     """A parameter that nothing uses is left out: sharded, its gradient is zero, and weight decay moves it."""
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
+    compare_losses(losses, want, rtol)
     got = tb.full_state_dict(model)
     for name, x in reference.state_dict().items():
         if "unused" not in name:
             scale = x.abs().max() if x.numel() else 0
             torch.testing.assert_close(got[name], x, rtol=2 * rtol, atol=2 * rtol * float(scale), msg=name)
+
+
+def compare_losses(losses: list[torch.Tensor], want: list[torch.Tensor], rtol: float = 1e-5) -> None:
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
 
 
 def parity(*, steps: int = 5, frozen: bool = False, sharded: dict | None = None, **options) -> None:
@@ -299,5 +303,8 @@ FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
 
 if __name__ == "__main__":
+    import optim_cases  # imports this module
+
     rank, size, *files = sys.argv[1:]
-    run_cases(FOUR_RANKS if size == "4" else CASES, int(rank), int(size), *files)
+    few = FOUR_RANKS | optim_cases.FOUR_RANKS
+    run_cases(few if size == "4" else CASES | optim_cases.CASES, int(rank), int(size), *files)
