@@ -94,8 +94,11 @@ def mine(tokens: torch.Tensor) -> torch.Tensor:
 def compare(model: nn.Module, losses: list[torch.Tensor], reference: nn.Module, want: list[torch.Tensor], rtol=1e-5):
     """A parameter that nothing uses is left out: sharded, its gradient is zero, and weight decay moves it."""
     compare_losses(losses, want, rtol)
-    got = tb.full_state_dict(model)
-    for name, x in reference.state_dict().items():
+    compare_states(tb.full_state_dict(model), reference.state_dict(), rtol)
+
+
+def compare_states(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 1e-5) -> None:
+    for name, x in want.items():
         if "unused" not in name:
             scale = x.abs().max() if x.numel() else 0
             torch.testing.assert_close(got[name], x, rtol=2 * rtol, atol=2 * rtol * float(scale), msg=name)
@@ -306,5 +309,7 @@ if __name__ == "__main__":
     import optim_cases  # imports this module
 
     rank, size, *files = sys.argv[1:]
-    few = FOUR_RANKS | optim_cases.FOUR_RANKS
-    run_cases(few if size == "4" else CASES | optim_cases.CASES, int(rank), int(size), *files)
+    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
+    if size == "2":
+        cases |= optim_cases.TWO_RANKS
+    run_cases(cases, int(rank), int(size), *files)

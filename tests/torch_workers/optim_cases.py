@@ -7,7 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from fsdp_cases import STEPS, Block, compare, compare_losses, data, loss_of, make, mine
+from fsdp_cases import STEPS, Block, compare_losses, compare_states, data, loss_of, make, mine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -79,22 +79,28 @@ def parity(
 
     On the odd model, with accumulation, activation checkpointing, a schedule and frozen parameters in the groups.
     """
-    reference, model = make(remat="yes"), make(remat="yes")
-    for m in (reference, model):
-        m.blocks[1].up.weight.requires_grad_(False)
+    model, tokens = frozen_in_part(), data()[:steps, :, :4]
     tb.fully_shard(model, units=Block, **sharded)
-    tokens = data()[:steps]
-    want = train(reference, reference_optimizer or make_optimizer, tokens)
     losses = train(model, make_optimizer, mine(tokens), 2)
-    if "mp_policy" in sharded:
-        compare_losses(losses, want, 5e-3)
-    elif in_8_bits:
-        compare_losses(losses, want)
-        close_but_for_codes(tb.full_state_dict(model), reference.state_dict())
+    got = tb.full_state_dict(model)
+    if dist.get_rank() == 0:
+        reference = frozen_in_part()
+        want = [train(reference, reference_optimizer or make_optimizer, tokens), reference.state_dict()]
     else:
-        compare(model, losses, reference, want)
-    before = make().blocks[1].up.weight
-    assert torch.equal(tb.full_state_dict(model)["blocks.1.up.weight"], before), "a frozen parameter was moved"
+        want = [None, None]
+    dist.broadcast_object_list(want)
+    want_losses, want_state = want
+    compare_losses(losses, want_losses, 5e-3 if "mp_policy" in sharded else 1e-5)  # type: ignore
+    if "mp_policy" not in sharded:
+        compare = close_but_for_codes if in_8_bits else compare_states
+        compare(got, want_state)  # type: ignore
+    assert torch.equal(got["blocks.1.up.weight"], make().blocks[1].up.weight), "a frozen parameter was moved"
+
+
+def frozen_in_part() -> nn.Module:
+    model = make(remat="yes")
+    model.blocks[1].up.weight.requires_grad_(False)
+    return model
 
 
 def close_but_for_codes(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
@@ -105,15 +111,15 @@ def close_but_for_codes(got: dict[str, torch.Tensor], want: dict[str, torch.Tens
             off = (got[name] - x).abs()
             assert off.max() < RATE / 3, name
             far, total = far + int((off > 2e-5 * x.abs().max()).sum()), total + x.numel()
-    print(far, total)
-    assert far <= 1e-2 * total, f"{far} of {total}"
+    assert far <= 2e-3 * total, f"{far} of {total}"
 
 
 def hsdp() -> None:
+    """In ten steps each."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    parity(adamw, torch_adamw, mesh=mesh)
-    parity(adamw8bit, block=PATTERN, in_8_bits=True, mesh=mesh)
-    parity(muon, mesh=mesh)
+    parity(adamw, torch_adamw, steps=10, mesh=mesh)
+    parity(adamw8bit, block=PATTERN, in_8_bits=True, steps=10, mesh=mesh)
+    parity(muon, steps=10, mesh=mesh)
 
 
 def mixed_precision() -> None:
@@ -276,7 +282,6 @@ CASES: dict[str, Callable[[], None]] = {
     "AdamW": lambda: parity(adamw, torch_adamw),
     "AdamW8bit": lambda: parity(adamw8bit, block=PATTERN, in_8_bits=True),
     "Muon": lambda: parity(muon),
-    "optimizers in mixed precision": mixed_precision,
     "bits of elements": lambda: bits(elements(256), elements(256)),
     "bits of rows, uneven": lambda: bits(rows(3), rows(3), shares=True),
     "bits of tiles": lambda: bits(tile(32, 16), tile(32, 16)),
@@ -285,4 +290,5 @@ CASES: dict[str, Callable[[], None]] = {
     "state dicts": state_dicts,
     "one exchange": one_exchange_each_way,
 }
+TWO_RANKS = {"optimizers in mixed precision": mixed_precision}
 FOUR_RANKS = {**{name: CASES[name] for name in ("AdamW", "AdamW8bit", "Muon")}, "optimizers, hsdp": hsdp}
