@@ -125,8 +125,8 @@ def poison_padding(unit: Unit, slabs: dict[str, jax.Array]) -> dict[str, jax.Arr
         used = np.zeros(slab.shard_numel * unit.num_shards, bool)
         for placement in slab.placements:
             used[placement.offset : placement.stop] = True
-        if jnp.issubdtype(array.dtype, jnp.floating):
-            array.reshape(unit.bucket.num_copies, -1)[:, ~used] = np.nan
+        if jnp.issubdtype(array.dtype, jnp.floating) and not used.all():  # then it is not cut along other dims, too
+            array.reshape(-1, used.size)[:, ~used] = np.nan
         poisoned[slab.name] = jax.device_put(array, unit.sharding(slab))
     return poisoned
 

@@ -363,17 +363,57 @@ def test_a_plan_made_before_is_followed():
         rj.shard_tree(params(), mesh, axis="fsdp", units="layers/*", plan=plan)
 
 
-def test_what_reads_slabs_by_itself_knows_of_splits():
+def odd_tree(axis_type=AxisType.Auto):
+    """Slabs of one tensor split by columns and by rows, and packed ones of split and of whole tensors."""
     rng = np.random.default_rng(0)
-    weights = {
-        "up": rng.normal(size=(64, 1024)),
-        "down": rng.normal(size=(1024, 64)),
-        "odd": rng.normal(size=(7, 10)),
-    }
-    specs = {"up": PartitionSpec(None, "tp"), "down": PartitionSpec("tp"), "odd": PartitionSpec(None, "tp")}
-    tree = rj.shard_tree(weights, make_mesh({"fsdp": 2, "tp": 2}), axis="fsdp", specs=specs)
+    shapes = {"up": (64, 1024), "down": (1024, 64), "odd": (7, 10), "bias": (6,), "other": (3, 5), "big": (64, 301)}
+    weights = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    up, down = PartitionSpec(None, "tp"), PartitionSpec("tp")
+    mesh = make_mesh({"replica": 2, "fsdp": 2, "tp": 2}, axis_type)
+    specs = {"up": up, "down": down, "odd": up, "bias": down}
+    return weights, rj.shard_tree(weights, mesh, axis=("replica", "fsdp"), specs=specs, block=rj.elements(256))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.deep)])
+def test_what_reads_slabs_by_itself_knows_of_splits(axis_type):
+    weights, tree = odd_tree(axis_type)
     full = rj.full_params(tree)
+    poison(tree)
     assert all((rj.get(tree, name) == full[name]).all() for name in weights)
-    for function in (rj.norms, rj.find_nonfinite):
-        with pytest.raises(NotImplementedError, match="split over other mesh axes: down, "):
-            function(tree)
+    norms = {name: np.linalg.norm(x) for name, x in weights.items()}
+    total = np.sqrt(sum(x**2 for x in norms.values()))
+    for got in (rj.norms(tree), jax.jit(rj.norms)(tree), rj.optim.tensor_norms(tree)):
+        assert got.keys() == norms.keys()
+        for name, norm in norms.items():
+            np.testing.assert_allclose(got[name], norm, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(rj.optim.global_norm(tree), total, rtol=1e-5)
+    tx = rj.optim.clip_by_global_norm(1.0)
+    clipped, _ = jax.jit(tx.update)(tree, tx.init(tree))
+    np.testing.assert_allclose(rj.full_params(clipped)["odd"], weights["odd"] / total, rtol=1e-5)
+    assert rj.find_nonfinite(tree) == []
+    bad = {"up": (5, 700), "down": (800, 3), "odd": (6, 9), "bias": (1,), "other": (2, 4)}
+    for name, at in bad.items():
+        weights[name][at] = np.nan
+    found = {f.tensor: f for f in rj.find_nonfinite(rj.shard_like(weights, tree))}
+    assert {name: (f.index, f.count) for name, f in found.items()} == {name: (at, 1) for name, at in bad.items()}
+    assert {name for name, f in found.items() if dict(f.coordinates)["tp"]} == {"up", "down", "odd"}
+    assert all(dict(f.coordinates)["replica"] == 0 for f in found.values())
+
+
+def test_8_bit_adam_quantises_slices():
+    """The bits of the optimizer on each slice alone."""
+    weights, tree = odd_tree()
+    tx = rj.optim.adamw8bit(1e-2, min_numel=100)
+
+    def run(params):
+        state, step = tx.init(params), jax.jit(lambda g, s, p: tx.update(g, s, p))
+        _, state = step(params, state, params)
+        return step(jax.tree.map(lambda x: x * np.float32(0.3), params), state, params)[0]
+
+    got = rj.full_params(run(tree))
+    sliced = {n: np.split(x, 2, axis=0 if n in ("down", "bias") else 1) for n, x in weights.items()}
+    sliced |= {name: [weights[name]] for name in ("other", "big")}
+    expected = run({name: [np.ascontiguousarray(x) for x in parts] for name, parts in sliced.items()})
+    for name, parts in expected.items():
+        whole = np.concatenate(parts, axis=0 if name in ("down", "bias") else 1)
+        np.testing.assert_array_equal(got[name], whole, err_msg=name)

@@ -62,9 +62,8 @@ class Variables:
             if self.whole:
                 precision = FULL if of is None else of.unit.precision
                 run = lambda g, x, spec=spec, p=precision: drain(g, x, spec, self.axes, p, self.num)
-                names = others(spec, self.axes)
-                inner = only(spec, names)
-                grads.append(on_slices(run, names, (inner, inner), inner)(g, shard))
+                inner = only(spec, others(spec, self.axes))
+                grads.append(on_slices(run, (inner, inner), inner)(g, shard))
                 continue
             # Autodiff averages the gradients of slabs, and sums those of replicated values over the devices: the
             # cast of a replicated value to a varying one transposes to a sum.

@@ -1,6 +1,7 @@
 """Where a NaN or an infinity is: in which tensor, at which index, on which device."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from ..layout import Placement, stored_order
 from ._check import is_traced
 from ._leaves import SlabOf
 from ._per_slab import on_shards, slabs_and_others, tensors_on_shard
+from ._splits import once, splitting_axes
 from ._unit import on_host
 
 
@@ -65,14 +67,16 @@ def find_nonfinite(tree: Any, like: Any = None) -> list[NonFinite]:
     slabs = [(of, x) for of, x in slabs if jnp.issubdtype(x.dtype, jnp.inexact)]
     found = []
     if slabs:
-        spec = PartitionSpec(slabs[0][0].unit.axis)
-        firsts, counts = (on_host(x) for x in on_shards(_first_and_count, slabs, spec))
+        splitting = splitting_axes(of.slab for of, _ in slabs)
+        axes = (slabs[0][0].unit.axis, *splitting)
+        run = partial(_first_and_count, splitting=splitting)
+        firsts, counts = (on_host(x) for x in on_shards(run, slabs, PartitionSpec(axes)))
         column = 0
         for of, _ in slabs:
             copies = of.unit.bucket.num_copies
             for placement in of.slab.placements:
                 here = slice(column, column + copies)
-                found += _report(of, placement, firsts[:, here], counts[:, here])
+                found += _report(of, placement, axes, firsts[:, here], counts[:, here])
                 column += copies
     for leaf, x in others:
         if jnp.issubdtype(x.dtype, jnp.inexact) and (bad := np.argwhere(~np.isfinite(on_host(x)))).size:
@@ -80,35 +84,39 @@ def find_nonfinite(tree: Any, like: Any = None) -> list[NonFinite]:
     return found
 
 
-def _first_and_count(shards: Any) -> tuple[jax.Array, jax.Array]:
+def _first_and_count(shards: Any, splitting: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
     """Inside: for each tensor and layer, where in the shard the first bad element is (-1: nowhere), and how many."""
     firsts, counts = [], []
     for of, x in shards:
         for _, shard, rows in tensors_on_shard(of, x):
             bad = (rows[None, :, None] & ~jnp.isfinite(shard)).reshape(len(shard), -1)
-            counts.append(bad.sum(1, dtype=jnp.int32))
+            counts.append(once(bad.sum(1, dtype=jnp.int32), of.slab, splitting))
             firsts.append(jnp.where(bad.any(1), jnp.argmax(bad, 1), -1) if bad.shape[1] else counts[-1] - 1)
     return jnp.concatenate(firsts)[None], jnp.concatenate(counts)[None]
 
 
-def _report(of: SlabOf, placement: Placement, firsts: np.ndarray, counts: np.ndarray) -> list[NonFinite]:
+def _report(
+    of: SlabOf, placement: Placement, axes: tuple[str, ...], firsts: np.ndarray, counts: np.ndarray
+) -> list[NonFinite]:
     if not counts.any():
         return []
     unit, tensor = of.unit, placement.tensor
     layer = int(np.flatnonzero(counts.any(0))[0])
-    k = int(np.flatnonzero(counts[:, layer])[0])
-    stored = unit._bounds(of.slab, k)[0] + int(firsts[k, layer]) - placement.offset
+    device = int(np.flatnonzero(counts[:, layer])[0])
+    at = dict(zip(axes, map(int, np.unravel_index(device, [unit.mesh.shape[a] for a in axes])), strict=True))
+    stored = unit._bounds(of.slab, at[unit.axis])[0] + int(firsts[device, layer]) - placement.offset
     if placement.storage == "tiled":
         index = np.unravel_index(stored_order(tensor, "tiled")[stored], tensor.shape)
     else:
         index = np.unravel_index(stored, placement.stored_shape)
         if placement.axis_order is not None:
             index = tuple(index[placement.axis_order.index(dim)] for dim in range(len(index)))
-    place = tuple(k if axis == unit.axis else 0 for axis in unit.mesh.axis_names)
+    index = [int(i) + low for i, low in zip(index, tensor.slice_start(at), strict=True)]
+    place = tuple(at.get(axis, 0) for axis in unit.mesh.axis_names)
     return [
         NonFinite(
             tensor.name,
-            (*([layer] if unit.stacked else []), *map(int, index)),
+            (*([layer] if unit.stacked else []), *index),
             int(counts.sum()),
             unit.mesh.devices[place],
             tuple(zip(unit.mesh.axis_names, place, strict=True)),

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ._per_slab import on_shards, slabs_and_others, tensors_on_shard
+from ._splits import once, splitting_axes
 
 
 def squared_norms(tree: Any, like: Any = None) -> dict[str, jax.Array]:
@@ -31,14 +32,15 @@ def squared_norms(tree: Any, like: Any = None) -> dict[str, jax.Array]:
     for of, array in slabs:
         by_mesh.setdefault((of.unit.mesh, of.unit.axes), []).append((of, array))
     for (_, axes), group in by_mesh.items():
+        splitting = splitting_axes(of.slab for of, _ in group)
 
-        def local(shards, axes=axes):
+        def local(shards, axes=axes, splitting=splitting):
             sums = [
-                _sum_of_squares(jnp.where(rows[None, :, None], shard, 0), axis=(1, 2))
+                once(_sum_of_squares(jnp.where(rows[None, :, None], shard, 0), axis=(1, 2)), of.slab, splitting)
                 for of, x in shards
                 for _, shard, rows in tensors_on_shard(of, x)
             ]
-            return lax.psum(jnp.concatenate(sums), axes[-1])
+            return lax.psum(jnp.concatenate(sums), (axes[-1], *splitting))
 
         sums, start = on_shards(local, group, PartitionSpec()), 0
         for of, _ in group:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from ._check import is_traced
 from ._leaves import Leaf, SlabOf, leaves_of
-from ._splits import not_split
+from ._splits import splitting_axes
 from ._unit import pin
 
 
@@ -50,17 +50,20 @@ def on_shards(
     slabs: Sequence[tuple[SlabOf, jax.Array]],
     out_spec: PartitionSpec,
 ) -> Any:
-    """Calls a function inside `shard_map` with this device's part of each slab, under jit in any case."""
-    not_split([of.slab for of, _ in slabs], "this function of every shard")
+    """Calls a function inside `shard_map` with this device's part of each slab, under jit in any case.
+
+    The axes that split tensors are manual there, too.
+    """
     units = [of.unit for of, _ in slabs]
-    mesh, axes, arrays = units[0].mesh, units[0].axes, [x for _, x in slabs]
+    mesh, arrays = units[0].mesh, [x for _, x in slabs]
+    axes = {*units[0].axes, *splitting_axes(of.slab for of, _ in slabs)}
     shardings = [of.unit.sharding(of.slab) for of, _ in slabs]
 
     def local(*shards: jax.Array) -> Any:
         return function([(of, shard) for (of, _), shard in zip(slabs, shards, strict=True)])
 
     run = jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(s.spec for s in shardings), out_specs=out_spec, axis_names=set(axes)
+        local, mesh=mesh, in_specs=tuple(s.spec for s in shardings), out_specs=out_spec, axis_names=axes
     )
     if not any(is_traced(x) for x in arrays):
         return jax.jit(run)(*(jax.device_put(x, s) for x, s in zip(arrays, shardings, strict=True)))

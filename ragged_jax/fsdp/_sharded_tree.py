@@ -10,7 +10,6 @@ from jax.tree_util import GetAttrKey
 from ._check import is_array
 from ._precision import FULL
 from ._remat import resharding
-from ._slabs import slab_shape
 from ._unit import Arrays, Unit
 from ._unshard import unshard_unit
 
@@ -65,10 +64,10 @@ class ShardedTree:
 
     @property
     def is_stack(self) -> bool:
-        """Whether the arrays still hold all layers of a stack, as they do outside the scan over them."""
+        """Inside `shard_map`: whether the arrays hold all layers of a stack, as they do until a scan takes one."""
         slabs = self.unit.bucket.slabs if self.unit.stacked else ()
         arrays = ((self.slabs[slab.name], slab) for slab in slabs)
-        return any(array is not None and array.ndim > len(slab_shape(slab, 1)) for array, slab in arrays)
+        return any(x is not None and x.ndim > len(self.unit.inner_shape(slab)) for x, slab in arrays)
 
     def __contains__(self, key: Any) -> bool:
         """Whether the original tree has something under this key."""

@@ -25,6 +25,10 @@ class WithSink:
     def __init__(self, shard: Any, sink: Any):
         self.shard, self.sink = shard, sink
 
+    @property
+    def ndim(self) -> int:
+        return self.shard.ndim
+
     def tree_flatten_with_keys(self):
         return ((GetAttrKey("shard"), self.shard), (GetAttrKey("sink"), self.sink)), None
 

@@ -9,7 +9,7 @@ of its own (`on_slices`): its gather moves the slice, never the tensor.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,16 +68,32 @@ def closed(x: Any, shape: tuple[int, ...], spec: PartitionSpec, axes: Names, mes
     return jax.lax.with_sharding_constraint(x.reshape(shape), NamedSharding(mesh, spec))
 
 
-def on_slices(body: Callable, names: Sequence[str], in_specs: Any, out_specs: Any) -> Callable:
-    """`body` on each slice by itself, inside the `shard_map` over the batch axes."""
-    if not names:
+def on_slices(body: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """`body` on each slice by itself, inside the `shard_map` over the batch axes.
+
+    All other axes of the mesh are manual inside, also those that split nothing. Otherwise jax puts a sharding
+    constraint into the reduction of a collective, and XLA:CPU ends the process over one of bfloat16.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not (names := set(mesh.axis_names) - set(mesh.manual_axes)):
         return body
-    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, axis_names=set(names), check_vma=True)
+    return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=True)
 
 
 def other_axes(slab: Slab) -> Names:
     """The axes that split a slab's tensors, in the order in which its slices lie."""
     return tuple(axis for axis, _ in slab.split_axes)
+
+
+def splitting_axes(slabs: Iterable[Slab]) -> Names:
+    """The axes that split tensors of any of the slabs."""
+    return tuple(sorted({axis for slab in slabs for axis in other_axes(slab)}))
+
+
+def once(x: jax.Array, slab: Slab, axes: Names, otherwise: Any = 0) -> jax.Array:
+    """Where all of `axes` are manual, what a slab gives on the first of the devices that hold the same of it."""
+    copies = tuple(axis for axis in axes if axis not in other_axes(slab))
+    return jax.numpy.where(jax.lax.axis_index(copies) == 0, x, otherwise) if copies else x
 
 
 def stored_splits(placement: Placement) -> tuple[Split, ...]:

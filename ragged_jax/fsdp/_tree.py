@@ -51,7 +51,8 @@ def shard_tree(
       block: what must stay whole; one rule, or a mapping from path patterns to rules. By default what the plan
         says, or else single elements.
       units: which subtrees are gathered on their own, by `unsharded`, rather than at the start of the step: a
-        pattern of their path (`"layers/*"`), several, or a predicate on path and subtree.
+        pattern of their path (`"layers/*"`, which chooses nothing below what it has chosen), several, or a predicate
+        on path and subtree.
       stacked: which of the units hold layers stacked on a leading dim, for `lax.scan`.
       plan: a plan or layout to follow instead of making one.
       precision: the dtypes to gather, reduce and compute in; one rule, or a mapping from patterns of units' paths.
@@ -156,6 +157,7 @@ def parse(params: Any, units: TreeUnits, stacked: TreeUnits) -> Subtree:
 
 def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> Subtree:
     prefix = name and name + "/"
+    units = _below(units, name)
     found: dict[int, str] = {}
     for path, _ in tree_flatten_with_path(tree)[0] if units is not None else []:
         node = tree
@@ -190,6 +192,13 @@ def _matches(rule: TreeUnits, path: str, subtree: Any) -> bool:
     if callable(rule):
         return rule(path, subtree)
     return any(fnmatchcase(path, pattern) for pattern in ((rule,) if isinstance(rule, str) else rule))
+
+
+def _below(rule: TreeUnits, name: str) -> TreeUnits:
+    """The rule for what lies below a subtree: `layers/*` means `layers/0` and nothing in it."""
+    if rule is None or callable(rule):
+        return rule
+    return tuple(p for p in ((rule,) if isinstance(rule, str) else rule) if not fnmatchcase(name, p))
 
 
 def _child(node: Any, key: Any) -> Any:

@@ -94,11 +94,6 @@ class Unit:
         dims = [tuple(s.axis for s in dim_splits(splits, dim)) for dim in range(num_dims)]
         return [(*dims[0], self.axis), *dims[1:]]
 
-    @property
-    def other_axes(self) -> Names:
-        """The mesh axes that split tensors of this bucket."""
-        return tuple(sorted({axis for slab in self.bucket.slabs for axis in other_axes(slab)}))
-
     def inner_spec(self, slab: Slab) -> PartitionSpec:
         """The spec of one layer of a slab over the axes that split it, as it is inside `shard_map`."""
         inner = opened_spec(spec_of(self._dims(slab)), self.axes)

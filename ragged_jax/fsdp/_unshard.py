@@ -42,9 +42,6 @@ def unshard_unit(unit: Unit, shards: Arrays) -> Arrays:
     sinks = {name: x.sink for name, x in shards.items() if isinstance(x, WithSink)}
     shards = {name: x.shard if name in sinks else x for name, x in shards.items()}  # type: ignore[attr-defined]
     _check(unit, shards)
-    if replicas := tuple(a for a in unit.axes if a != unit.axis):
-        # Cast the shard, not the gathered copy: its transpose, a psum, then adds up shards.
-        shards = {name: lax.pcast(x, replicas, to="varying") for name, x in shards.items()}
     smooth = {name: x for name, x in shards.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     with jax.named_scope(f"unshard:{unit.bucket.name or 'root'}"):
         dtypes = tuple((name, str(sink.dtype)) for name, sink in sinks.items())
@@ -76,12 +73,12 @@ def _gathered(unit: Unit, shards: Arrays, gather: Callable[[Unit, Slab, jax.Arra
     def local(shards: Arrays) -> Arrays:
         tensors: Arrays = {}
         for slab in chosen:
-            shard = shards[slab.name].reshape(slab_shape(slab, unit.share))
+            shard = vary(shards[slab.name].reshape(slab_shape(slab, unit.share)), unit.axes)
             tensors |= tensors_of(slab, gather(unit, slab, shard), unit.shares)
         return tensors
 
     slab_specs, tensor_specs = _slice_specs(unit, chosen)
-    return on_slices(local, unit.other_axes, (slab_specs,), tensor_specs)(shards)
+    return on_slices(local, (slab_specs,), tensor_specs)(shards)
 
 
 def _slice_specs(unit: Unit, slabs: Sequence[Slab]) -> tuple[dict[str, PartitionSpec], dict[str, PartitionSpec]]:
@@ -116,7 +113,7 @@ def _gather_fwd(unit, sink_dtypes, shards, sinks):
 
 
 def _gather_bwd(unit, sink_dtypes, _, grads):
-    scale, dtypes = 1 / lax.axis_size(unit.axes), dict(sink_dtypes)
+    scale, dtypes, replicas = 1 / lax.axis_size(unit.axes), dict(sink_dtypes), unit.axes[:-1]
     chosen = [slab for slab in unit.bucket.slabs if slab.placements[0].tensor.name in grads]
     slab_specs, tensor_specs = _slice_specs(unit, chosen)
 
@@ -128,12 +125,13 @@ def _gather_bwd(unit, sink_dtypes, _, grads):
                 part = part.astype(dtypes[slab.name])
             else:
                 part = reduce_scatter(unit.precision.reduced(part), unit.axis, 0, scale, slab.dtype)
+                part = lax.psum(part, replicas) if replicas else part
             leads = len(slab_specs[slab.name]) > part.ndim
-            parts[slab.name] = vary(part[None] if leads else part, unit.axes)
+            parts[slab.name] = part[None] if leads else part
         return parts
 
     with jax.named_scope(f"reduce:{unit.bucket.name or 'root'}"):
-        parts = on_slices(local, unit.other_axes, (tensor_specs,), slab_specs)(grads)
+        parts = on_slices(local, (tensor_specs,), slab_specs)(grads)
     shards = {name: None if name in dtypes else part for name, part in parts.items()}
     return shards, {name: part for name, part in parts.items() if name in dtypes}
 

@@ -1,6 +1,7 @@
 """A tensor as the planner sees it: name, shape, dtype and block."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -90,6 +91,18 @@ class TensorSpec:
     def split_axes(self) -> tuple[tuple[str, int], ...]:
         """`(axis, size)` of the mesh axes that split it, by name. Tensors that share a slab have the same ones."""
         return tuple(sorted((split.axis, split.size) for split in self.splits))
+
+    def slice_start(self, ranks: Mapping[str, int]) -> tuple[int, ...]:
+        """Where a slice begins in the whole tensor, one index for each dim, by its place on every splitting axis.
+
+        Example:
+          >>> TensorSpec("up/kernel", (64, 128), splits=(Split(1, 2, "tp"),)).slice_start({"tp": 1})
+          (0, 128)
+        """
+        at = [0] * len(self.shape)
+        for split in self.splits:  # of one dim, the outermost first
+            at[split.dim] = at[split.dim] * split.size + ranks[split.axis]
+        return tuple(i * size for i, size in zip(at, self.shape, strict=True))
 
     @property
     def numel(self) -> int:

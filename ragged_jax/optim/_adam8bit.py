@@ -1,5 +1,6 @@
 """Block-wise 8-bit AdamW as optax transforms, and as a step that never makes the update."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -10,8 +11,9 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..fsdp import Leaf, Leaves, SlabOf, leaves_of, not_split
+from ..fsdp import Leaf, Leaves, SlabOf, leaves_of
 from ..fsdp._check import is_traced
+from ..fsdp._splits import entries, other_axes
 from ..fsdp._unit import pin
 from ..layout import Block
 from ._adam8bit_math import Finish, Numbers, Rules, Stored, power, step
@@ -105,7 +107,6 @@ class _Adam:
           ValueError: a device boundary cuts blocks; every such tensor is listed.
         """
         if leaves not in self._grids:
-            not_split([leaf.of.slab for leaf in leaves if leaf.of is not None], "optimizer state in 8 bits")
             faults: list[str] = []
             grids = []
             for leaf in leaves:
@@ -160,14 +161,15 @@ class _Adam:
                 rules = Rules(self.rules.map, self.rules.at_least, self.rules.nesterov, chunk)
                 done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish, row.draw(numbers, 0))
             else:
-                groups.setdefault((row.leaf.of.unit.mesh, row.leaf.of.unit.axis), []).append(i)
-        for (mesh, axis), members in groups.items():
-            done |= zip(members, self._on_mesh(mesh, axis, numbers, [rows[i] for i in members]), strict=True)
+                unit, slab = row.leaf.of.unit, row.leaf.of.slab
+                groups.setdefault((unit.mesh, (unit.axis, *other_axes(slab))), []).append(i)
+        for (mesh, axes), members in groups.items():
+            done |= zip(members, self._on_mesh(mesh, axes, numbers, [rows[i] for i in members]), strict=True)
         out = [done[i] for i in range(len(rows))]
         new = [Moment8bit(*(jax.tree.unflatten(treedef, [o[k][j] for o in out]) for j in range(3))) for k in (1, 2)]
         return [o[0] for o in out], new[0], new[1]
 
-    def _on_mesh(self, mesh: Any, axis: str, numbers: Numbers, rows: list["_Row"]) -> list:
+    def _on_mesh(self, mesh: Any, axes: tuple[str, ...], numbers: Numbers, rows: list["_Row"]) -> list:
         specs = [row.leaf.of.unit.spec(row.leaf.of.slab) for row in rows if row.leaf.of is not None]
         arrays = [row.arrays for row in rows]
         in_specs = [jax.tree.map(lambda _, s=spec: s, a) for spec, a in zip(specs, arrays, strict=True)]
@@ -175,14 +177,14 @@ class _Adam:
         whole = jax.tree.map(lambda _: PartitionSpec(), numbers)
 
         def local(numbers, arrays):
-            index = lax.axis_index(axis)
+            index = lax.axis_index(axes[0])
             return [
                 step(row.grid, self.rules, numbers, index, *own, row.finish, row.draw(numbers, index))  # pyright: ignore[reportCallIssue]
                 for row, own in zip(rows, arrays, strict=True)
             ]
 
         run = jax.shard_map(
-            local, mesh=mesh, in_specs=(whole, in_specs), out_specs=out_specs, axis_names={axis}, check_vma=True
+            local, mesh=mesh, in_specs=(whole, in_specs), out_specs=out_specs, axis_names=set(axes), check_vma=True
         )
         inputs, where = (numbers, arrays), (whole, in_specs)
         shardings = jax.tree.map(
@@ -233,20 +235,22 @@ def _make(x: Any, leaf: Leaf, grid: Grid, code: int) -> tuple[jax.Array, jax.Arr
         exact = jnp.zeros((0,) * rank, jnp.float32) if quantised else jnp.zeros_like(x, dtype=jnp.float32)
         return codes, jnp.zeros(scales, jnp.float32), exact
     unit, slab = leaf.of.unit, leaf.of.slab
-    sharding = unit.sharding(slab)
-    lead, n = shape[: unit.stacked], unit.num_shards
-    ones = (1,) * (len(shape) - unit.stacked - 1)
+    sharding, names = unit.sharding(slab), entries(unit.spec(slab))[unit.stacked :]
+    devices = [math.prod(unit.mesh.shape[axis] for axis in axes) for axes in names]  # along each dim
+
+    def compact(room: int) -> tuple[int, ...]:
+        sizes = (n * (room if unit.axis in axes else 1) for n, axes in zip(devices, names, strict=True))
+        return (*shape[: unit.stacked], *sizes)
 
     def make(shape: tuple[int, ...], fill: Any, dtype: Any) -> jax.Array:
         if is_traced(x):
             return pin(jnp.full(shape, fill, dtype), sharding)
         return jnp.full(shape, fill, dtype, device=sharding)
 
-    compact = (*lead, n * grid.num_exact, *ones)
     return (
-        make(shape if quantised else (*lead, 0, *ones), code, jnp.uint8),
-        make((*lead, n * grid.num_blocks, *ones), 0, jnp.float32),
-        make(compact if quantised else shape, 0, jnp.float32),
+        make(shape if quantised else compact(0), code, jnp.uint8),
+        make(compact(grid.num_blocks), 0, jnp.float32),
+        make(compact(grid.num_exact) if quantised else shape, 0, jnp.float32),
     )
 
 

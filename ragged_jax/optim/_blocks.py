@@ -229,7 +229,7 @@ def grid_of_slab(
     parts, exact, faults = [], [], []
     for placement in slab.placements:
         tensor = placement.tensor
-        block = choose(tensor.name, tensor.shape, rule, min_numel)
+        block = choose(tensor.name, tensor.full_shape, rule, min_numel)
         found, wrong = parts_of_placement(placement, block)
         (exact if block is None else parts).extend(found)
         wrong = wrong or [*Grid(tuple(found), (), bounds, room).faults()][:1]

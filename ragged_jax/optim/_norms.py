@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..fsdp import Leaf, Leaves, leaves_of, not_split
+from ..fsdp import Leaf, Leaves, leaves_of
 from ..fsdp._joined import vary
+from ..fsdp._splits import once, splitting_axes
 from ._masks import remember, row_pieces
 from ._tensors import tensors_of
 
@@ -70,7 +71,6 @@ def _leaves(tree: Any, like: Any) -> Leaves:
 
 def _squares(tree: Any, leaves: Leaves) -> list[jax.Array]:
     """Sums of squares of every tensor, in the order of `tensors_of`."""
-    not_split([leaf.of.slab for leaf in leaves if leaf.of is not None], "norms by tensor")
     flat, found = jax.tree.leaves(tree), {}
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, leaf in enumerate(leaves):
@@ -95,19 +95,27 @@ def _square(x: jax.Array) -> jax.Array:
 
 @lru_cache(maxsize=64)
 def _on_mesh(leaves: tuple[Leaf, ...], mesh: Any, axes: tuple[str, ...]) -> Any:
-    axis = axes[-1]
+    slabs = [leaf.of.slab for leaf in leaves if leaf.of is not None]
+    others = splitting_axes(slabs)
+    summed = (axes[-1], *others)
 
     def body(*arrays: jax.Array) -> jax.Array:
-        sums = [_local(leaf, x) for leaf, x in zip(leaves, arrays, strict=True)]
-        return lax.psum(vary(jnp.concatenate(sums), (axis,)), axis)
+        parts = zip(leaves, slabs, arrays, strict=True)
+        sums = [once(_local(leaf, x), slab, others) for leaf, slab, x in parts]
+        return lax.psum(vary(jnp.concatenate(sums), summed), summed)
 
     specs = tuple(leaf.of.unit.spec(leaf.of.slab) for leaf in leaves if leaf.of is not None)
-    mapped = jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=jax.sharding.PartitionSpec(), axis_names=set(axes))
-    )
+    everywhere = jax.sharding.PartitionSpec()
+    names = {*axes, *others}
+    mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=everywhere, axis_names=names))
 
     def run(*arrays: jax.Array) -> jax.Array:
-        return body(*arrays) if axis in jax.sharding.get_abstract_mesh().manual_axes else mapped(*arrays)
+        inside = jax.sharding.get_abstract_mesh().manual_axes
+        if axes[-1] not in inside:
+            return mapped(*arrays)
+        if missing := [axis for axis in others if axis not in inside]:
+            raise ValueError(f"tensors are split over {', '.join(missing)}: norms inside `shard_map` need these, too")
+        return body(*arrays)
 
     return run
 
@@ -115,7 +123,8 @@ def _on_mesh(leaves: tuple[Leaf, ...], mesh: Any, axes: tuple[str, ...]) -> Any:
 def _local(leaf: Leaf, x: jax.Array) -> jax.Array:
     """Sums of squares of a slab's tensors over the rows of this device."""
     unit, slab = leaf.of.unit, leaf.of.slab  # type: ignore
-    lead, many = int(unit.stacked), len(slab.placements)
+    many = len(slab.placements)
+    lead = unit.stacked + bool(slab.split_axes and not slab.sole)  # behind the dims of layers and of slices
     if x.size == 0:
         return jnp.zeros(many)
     rest = tuple(d for d in range(x.ndim) if d != lead)

@@ -21,6 +21,5 @@ def _of_leaf(at: int, leaf: Leaf) -> list[Tensor]:
         return [Tensor(leaf.path, leaf.shape, leaf.dtype, at)]
     stack = leaf.of.unit.bucket.stack
     lead = () if stack is None else (stack,)
-    return [
-        Tensor(p.tensor.name, (*lead, *p.tensor.shape), leaf.dtype, at, p, stack) for p in leaf.of.slab.placements
-    ]
+    placements = leaf.of.slab.placements
+    return [Tensor(p.tensor.name, (*lead, *p.tensor.full_shape), leaf.dtype, at, p, stack) for p in placements]
