@@ -1,6 +1,6 @@
 """How the loss fell, as a picture."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -49,3 +49,32 @@ def _trailing_mean(values: Sequence[float], window: int) -> np.ndarray:
     stop = np.arange(1, len(values) + 1)
     start = np.maximum(0, stop - window)
     return (total[stop] - total[start]) / (stop - start)
+
+
+def draw_exchange(legs: Mapping[str, Sequence[float]], unbroken: Sequence[float], path: Path) -> None:
+    """Writes a PNG of the losses of a run's legs, by name, and of how far they are from those of one that stays."""
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(7, 5), sharex=True, height_ratios=[3, 1], layout="constrained"
+    )
+    above.plot(
+        np.arange(1, len(unbroken) + 1), unbroken, color="black", linewidth=4, alpha=0.2, label="one run in JAX"
+    )
+    done = 0
+    for number, (name, losses) in enumerate(legs.items()):
+        steps = np.arange(done + 1, done + len(losses) + 1)
+        apart = np.abs(np.array(losses) / unbroken[done : done + len(losses)] - 1)
+        above.plot(steps, losses, color=f"C{number}", linewidth=1.5, label=name)
+        below.semilogy(steps, np.maximum(apart, 1e-9), ".", color=f"C{number}", markersize=3)
+        done += len(losses)
+        if done < len(unbroken):
+            for axes in (above, below):
+                axes.axvline(done + 0.5, color="black", linestyle=":", linewidth=1)
+    above.set(ylabel="bits per byte", xlim=(0, done + 1))
+    below.set(xlabel="step", ylabel="relative\ndifference", ylim=(5e-10, 1e-2))
+    below.axhline(1e-3, color="tab:red", linestyle="--", linewidth=1)
+    above.legend(frameon=False)
+    for axes in (above, below):
+        axes.grid(axis="y", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

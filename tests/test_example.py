@@ -57,6 +57,21 @@ def test_learns_and_reports(devices, block, tmp_path):
         assert len(picture) > 10_000
 
 
+@pytest.mark.deep
+def test_moves_to_torch_and_back(tmp_path):
+    """Ten steps in JAX, PyTorch and JAX: the losses are those of the run that stays."""
+    pytest.importorskip("torch", reason="the torch extra is not installed")
+    out = tmp_path / "run"
+    command = [sys.executable, "examples/exchange_with_torch.py", "--steps", "10", "--out", str(out)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=500)
+    moved, stayed = np.loadtxt(out / "exchange.csv").T
+    np.testing.assert_allclose(moved, stayed, rtol=1e-3)
+    assert len(moved) == 30
+    assert moved[-1] < 5
+    assert (out / "exchange.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_two_processes_are_as_good_as_one(tmp_path):
     shared, saving = ("--devices", "4", "--steps", "10"), ("--save-every", "4")
     [both] = finish(start(tmp_path / "two", *shared, *saving, "--processes", "2"))

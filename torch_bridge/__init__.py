@@ -23,4 +23,5 @@ from ._state import full_state_dict as full_state_dict
 from ._state import unsharded as unsharded
 from ._state_names import ADAM as ADAM
 from ._state_names import ADAMW as ADAMW
+from ._state_names import MUON as MUON
 from ._state_names import StateNames as StateNames

@@ -4,6 +4,7 @@ Fully sharded modules and their optimizers become the tensors of the layout, bel
 `model/blocks/3/up/kernel`, `opt/opt_state/0/mu/blocks/3/up/kernel`.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,11 @@ from ragged_jax.layout import Layout, Placement, TensorSpec
 
 from ._dtypes import dtype_name, torch_dtype
 from ._fully_shard import runtime_of
+from ._homes import Home
 from ._reduction import Slot
 from ._state_names import StateNames, names_of
 from ._unit import Unit
+from .optim import ShardedOptimizer, StateTensor
 
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 _REST = "state"  # the file of what is in no unit
@@ -97,6 +100,7 @@ class State:
         self.layouts: dict[str, Layout] = {}
         self._names, self._checkpoint = state_names, checkpoint
         self._bad: list[str] = []
+        self._counters: dict[str, int] = {}
         self._slots: dict[int, tuple[Slot, Unit, Layout]] = {}
         for _, module in _modules("", state):
             runtime = runtime_of(module)
@@ -107,6 +111,9 @@ class State:
                 "a checkpoint holds fully sharded modules, their optimizers, tensors, generators and numbers; give "
                 "the rest as `metadata`:\n  " + "\n  ".join(self._bad)
             )
+        names = Counter(item.name for item in self.items)
+        if checkpoint is None and (twice := [name for name, count in names.items() if count > 1]):
+            raise ValueError(f"two tensors of the state have the same name: {', '.join(twice)}")
 
     def _take(self, name: str, node: Any) -> Build:
         if isinstance(node, Mapping):
@@ -144,8 +151,7 @@ class State:
 
     def _add(self, prefix: str, slot: Slot, data: torch.Tensor, unit: Unit, layout: Layout) -> None:
         self.layouts[prefix] = layout
-        tensor, group = slot.placement.tensor, unit.groups.replicate
-        mine = group is None or dist.get_rank(group) == 0
+        tensor, mine = slot.placement.tensor, _is_first(unit)
         span = slot.slab.local(slot.placement)
         self.items.append(Item(join(prefix, tensor.name), slot.placement, span, data, mine, unit.bucket.name))
 
@@ -180,6 +186,8 @@ class State:
 
     def _optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> Build:
         names = self._names.get(name) or names_of(optimizer)
+        if isinstance(optimizer, ShardedOptimizer):
+            return self._sharded_optimizer(name, optimizer, names)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if lost := [tuple(p.shape) for p in parameters if id(p) not in self._slots]:
             raise ValueError(
@@ -204,13 +212,50 @@ class State:
 
         return build
 
+    def _sharded_optimizer(self, name: str, optimizer: ShardedOptimizer, names: StateNames) -> Build:
+        optimizer.init_state()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                for x in optimizer._named(p, optimizer.state[p]) if optimizer.state[p] else ():
+                    self._state_tensor(join(name, names.own), x, optimizer.local(p).home, group.get("map", ""))
+        counts = self._counts(name, names, [optimizer.num_steps])
+
+        def build() -> torch.optim.Optimizer:
+            optimizer.num_steps = int(counts[0].item()) if counts else 0
+            return optimizer
+
+        return build
+
+    def _state_tensor(self, prefix: str, x: StateTensor, home: Home | None, code_map: str) -> None:
+        if not x.tensor:
+            raise ValueError(f"{prefix}: parameters without a name: give the optimizer module.named_parameters()")
+        name = join(prefix, x.moment, x.tensor, "" if x.part == "exact" else x.part)
+        spec = TensorSpec(name, x.shape, dtype_name(x.data.dtype))
+        signed = "unsigned" if x.moment.endswith("nu") else "signed"
+        attributes = {"block": repr(x.block), "code_map": f"{code_map} {signed}"} if x.block else {}
+        placement = Placement(spec, 0, axis_order=x.axis_order)
+        mine, group = dist.get_rank() == 0, _REST
+        if home is not None:
+            mine, group = _is_first(home.unit), home.unit.bucket.name
+            if not x.part:
+                self.layouts[join(prefix, x.moment)] = home.runtime.layout
+        self.items.append(Item(name, placement, (x.start, x.stop), x.data.reshape(-1), mine, group, attributes))
+
     def _counts(self, name: str, names: StateNames, steps: list[int]) -> list[torch.Tensor]:
         paths = {join(name, path): kind for path, kind in names.counters.items()} if steps else {}
         if self._checkpoint is not None:
             there = {path: kind for path, kind in paths.items() if path in self._checkpoint}
             paths = there or dict([*paths.items()][:1])
+        else:
+            paths = {path: kind for path, kind in paths.items() if self._is_new_counter(path, max(steps))}
         count = torch.tensor(max(steps, default=0))
         return [self._whole(path, count.to(torch_dtype(kind), copy=True)) for path, kind in paths.items()]
+
+    def _is_new_counter(self, path: str, steps: int) -> bool:
+        """Of two optimizers that are one in JAX, the first saves the counters that they share."""
+        if self._counters.setdefault(path, steps) != steps:
+            raise ValueError(f"{path}: optimizers have taken {self._counters[path]} and {steps} steps")
+        return path not in [item.name for item in self.items]
 
     _KINDS: Mapping[Any, Callable] = {
         nn.Module: _module,
@@ -220,6 +265,11 @@ class State:
         AsSaved: _as_saved,
         bool | int | float | complex: _number,
     }
+
+
+def _is_first(unit: Unit) -> bool:
+    """Whether this rank is the first of those that hold the same part."""
+    return unit.groups.replicate is None or dist.get_rank(unit.groups.replicate) == 0
 
 
 def _state_of(

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from .optim import AdamW, AdamW8bit, Muon
+
 _HEAD = "opt_state"
 
 
@@ -17,6 +19,7 @@ class StateNames:
 
     Attributes:
       tensors: by torch's key of a parameter's state, the path ahead of the tensors' names.
+      own: for optimizers of `torch_bridge.optim`, which have names of their own: the path ahead of these.
       counters: paths of the number of steps taken, with their dtypes. All are written; one will do to read.
 
     Example:
@@ -26,6 +29,7 @@ class StateNames:
 
     tensors: Mapping[str, str]
     counters: Mapping[str, str] = field(default_factory=dict)
+    own: str = _HEAD
 
     def at(self, path: str) -> "StateNames":
         """The same for a state elsewhere than at `opt_state`: in a chain, or (`""`) optax's state itself."""
@@ -35,16 +39,25 @@ class StateNames:
             return "/".join([*filter(None, [path]), *rest]) if head == _HEAD else name
 
         tensors = {key: moved(name) for key, name in self.tensors.items()}
-        return replace(self, tensors=tensors, counters={moved(name): kind for name, kind in self.counters.items()})
+        counters = {moved(name): kind for name, kind in self.counters.items()}
+        return replace(self, tensors=tensors, counters=counters, own=moved(self.own))
 
 
 ADAMW = StateNames(
     {"exp_avg": "opt_state/0/mu", "exp_avg_sq": "opt_state/0/nu"},
     {"opt_state/0/count": "int32", "opt_state/2/count": "int32", "step": "uint32"},  # the second is a schedule's
 )
+_COUNTERS = [f"{_HEAD}/inner/{kind}/{at}/count" for kind in ("muon", "adamw") for at in (0, 2)]
+MUON = StateNames({}, {**dict.fromkeys(_COUNTERS, "int32"), "step": "uint32"})
 ADAM = replace(ADAMW, counters={"opt_state/0/count": "int32", "opt_state/1/count": "int32", "step": "uint32"})
 
-OF: dict[type[torch.optim.Optimizer], StateNames] = {torch.optim.AdamW: ADAMW, torch.optim.Adam: ADAM}
+OF: dict[type[torch.optim.Optimizer], StateNames] = {
+    torch.optim.AdamW: ADAMW,
+    torch.optim.Adam: ADAM,
+    AdamW: ADAMW,
+    AdamW8bit: ADAMW,
+    Muon: MUON,
+}
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> StateNames:

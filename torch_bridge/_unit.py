@@ -110,19 +110,23 @@ class Unit:
         """Starts to gather, unless the parameters are whole or on their way."""
         if self.is_whole:
             return
+        self._check_values()
         self._check_shards()
         with torch.no_grad(), torch.profiler.record_function(f"unshard:{self.bucket.name or 'root'}"):
             for memory in self._memories:
                 memory.take()
                 self._gathering += self._start_gather(memory, memory.wholes)
 
-    def _check_shards(self) -> None:
-        """Raises RuntimeError when parameters have no values, or are no longer views of the unit's memory."""
+    def _check_values(self) -> None:
+        """Raises RuntimeError when parameters have no values yet."""
         if self.missing:
             raise RuntimeError(
                 f"these parameters were made on `meta` and have no values yet: {', '.join(sorted(self.missing))}. "
                 "Restore a checkpoint, or call `init_parameters`"
             )
+
+    def _check_shards(self) -> None:
+        """Raises RuntimeError when parameters are no longer views of the unit's memory."""
         lost = {
             name
             for shard, address, parameters, attribute, name in self._shown
@@ -171,7 +175,7 @@ class Unit:
 
     def gather_masters(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Every parameter whole, in the dtype of its shard, in memory of its own."""
-        self._check_shards()
+        self._check_values()
         with torch.no_grad():
             for memory, slots in self._slots:
                 wholes = torch.empty(memory.wholes.numel(), dtype=memory.shards.dtype, device=self.device)

@@ -309,5 +309,7 @@ if __name__ == "__main__":
     import optim_cases  # imports this module
 
     rank, size, *files = sys.argv[1:]
-    chosen = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
-    run_cases(chosen | (optim_cases.TWO_RANKS if size == "2" else {}), int(rank), int(size), *files)
+    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
+    if size == "2":
+        cases |= optim_cases.TWO_RANKS
+    run_cases(cases, int(rank), int(size), *files)

@@ -8,6 +8,7 @@ from torch import nn
 
 from ragged_jax.optim._forms import MatrixDims
 from ragged_jax.optim._routes import Kind, Routing, routing_of
+from ragged_jax.optim._routes import dims_of as flax_dims_of
 from ragged_jax.optim._tensor import Rule, Tensor, decide
 
 from ._sharded import Local, local_of
@@ -23,11 +24,14 @@ def tensor_of(local: Local, leaf: int = 0) -> Tensor:
 def dims_of(tensor: Tensor, rule: Any = None) -> Any:
     """The `MatrixDims` of a tensor: what the rule says, or what its name and shape suggest.
 
-    Weights of torch have their outputs first. Those of convolutions (three dims and more, `conv` in the path)
+    A tensor that a layout of Flax names calls a kernel has the dims that it has there. Weights of torch have their
+    outputs first. Those of convolutions (three dims and more, `conv` in the path)
     multiply over all other dims; of all others the last two dims are matrices, and the dims before them a batch.
     """
     if rule is not None and (dims := decide(rule, tensor)) is not None:
         return dims
+    if tensor.name.rpartition("/")[2] == "kernel":
+        return flax_dims_of(tensor)
     ndim = len(tensor.shape)
     if ndim >= 3 and any("conv" in part for part in tensor.name.lower().split("/")):
         return MatrixDims(tuple(range(1 - ndim, 0)), -ndim)
