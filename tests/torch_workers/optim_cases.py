@@ -45,6 +45,7 @@ def adamw8bit(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
+    """Also where the layout has Flax's names and shapes, (in, out)."""
     options = {"coefficients": "polar_express", "weight_decay": 0.01, "adamw_lr": 3e-3, "adamw_eps": 1e-4}
     return tb.optim.Muon(model.named_parameters(), lr=0.01, **options)
 
@@ -143,7 +144,7 @@ def give(model: nn.Module, optimizer: tb.optim.ShardedOptimizer, grads: dict[str
     """To each rank its part of whole gradients."""
     for p in model.parameters():
         if (local := optimizer.local(p)).name in grads:
-            p.grad = grads[local.name].reshape(-1)[local.start : local.stop].clone()
+            p.grad = grads[local.name].reshape(-1)[local.start : local.stop].clone().view(p.shape)
 
 
 def bits(block: BlockRule, numpy_block, shares: bool = False) -> None:
@@ -261,13 +262,17 @@ def state_dicts() -> None:
 
 
 def one_exchange_each_way() -> None:
-    """Muon starts two collectives, whatever the number of matrices; owners' work is balanced; all ranks get all."""
-    model = make()
+    """Muon starts two collectives for all matrices, and makes of gradients what whole tensors would."""
+    reference, model = make(), make()
     tb.fully_shard(model, units=Block)
-    optimizer = muon(model)
-    loss_of(model, mine(data()[:1])[0]).backward()
+    optimizer, whole = muon(model), muon(reference)
+    grads = {name: g.clamp(-1, 1) for name, g in gradients(reference, 0).items()}
+    give(model, optimizer, grads)
+    give(reference, whole, grads)
+    whole.step()
     with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
         optimizer.step()
+    compare_states(tb.full_state_dict(model), reference.state_dict(), rtol=1e-6)
     assert exchange.call_count == 2 * (dist.get_world_size() > 1)
     assert optimizer.routing["blocks/0/up/weight"].to == "muon"
     assert optimizer.routing["embed/weight"].why == "an embedding"
@@ -290,5 +295,8 @@ CASES: dict[str, Callable[[], None]] = {
     "state dicts": state_dicts,
     "one exchange": one_exchange_each_way,
 }
-TWO_RANKS = {"optimizers in mixed precision": mixed_precision}
+TWO_RANKS = {
+    "optimizers in mixed precision": mixed_precision,
+    "Muon, transposed": lambda: parity(muon, steps=5, names=tb.flax_names(make())),
+}
 FOUR_RANKS = {**{name: CASES[name] for name in ("AdamW", "AdamW8bit", "Muon")}, "optimizers, hsdp": hsdp}

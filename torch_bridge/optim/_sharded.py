@@ -67,8 +67,8 @@ class StateTensor:
 
     @property
     def name(self) -> str:
-        """Of the tensor of state: `0/mu/blocks/3/up/weight/codes`."""
-        return "/".join(filter(None, (self.moment, self.tensor, self.part)))
+        """Of the tensor of state: `0/mu/blocks/3/up/weight/codes`. What is exact is called as in AdamW."""
+        return "/".join(filter(None, (self.moment, self.tensor, "" if self.part == "exact" else self.part)))
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
