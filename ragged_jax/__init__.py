@@ -16,8 +16,10 @@ if TYPE_CHECKING:
     from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
     from .exchange import load_huggingface as load_huggingface
+    from .exchange import load_orbax as load_orbax
     from .exchange import redistribute as redistribute
     from .exchange import save_huggingface as save_huggingface
+    from .exchange import save_orbax as save_orbax
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -59,7 +61,14 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "checkpoint": ("Checkpoint", "CheckpointError"),
-    "exchange": ("Checkpointer", "load_huggingface", "redistribute", "save_huggingface"),
+    "exchange": (
+        "Checkpointer",
+        "load_huggingface",
+        "load_orbax",
+        "redistribute",
+        "save_huggingface",
+        "save_orbax",
+    ),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +86,23 @@ def test_two_processes_are_as_good_as_one(tmp_path):
     assert losses[:8].tolist() == two[:8].tolist()
     assert len(losses) == 10
     assert held_out(resumed)[1] == pytest.approx(held_out(alone)[1], abs=0.2)
+
+
+def test_killed_and_resumed_is_as_never_stopped(tmp_path):
+    options = ("--devices", "2", "--steps", "8", "--sample", "1", "--save-every", "2")
+    finish(start(tmp_path / "whole", *options))
+    killed, saved = start(tmp_path / "killed", *options), tmp_path / "killed" / "checkpoints" / "step_00000002"
+    try:
+        while not saved.exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+    finally:
+        killed.kill()
+        killed.communicate()
+    [printed] = finish(start(tmp_path / "killed", *options, "--resume"))
+    assert re.search("going on from step [2468]", printed)
+    whole, resumed = (np.loadtxt(tmp_path / out / "loss.csv") for out in ("whole", "killed"))
+    assert resumed.tolist() == whole.tolist()
 
 
 def test_a_wrong_block_is_explained(tmp_path):

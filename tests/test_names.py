@@ -173,6 +173,20 @@ def test_everything_that_does_not_fit_is_named_at_once():
     ]
 
 
+def test_a_fault_of_one_tensor_does_not_hide_another():
+    names = NameMap(
+        (("a/{i}", "{i}.a", "x y -> y x"), ("a", "a"), ("b/{which}", "b", "x -> which x")), {"which": ("l", "r")}
+    )
+    with pytest.raises(NameMapError) as caught:
+        names.apply({"a/0": (2,), "b/l": (3,)}, {"0.a": (2, 2), "1.a": (2, 2), "a": (), "b": (2, 3)})
+    assert str(caught.value).splitlines()[1:] == [
+        "  a/0: shape (2,) has not the 2 dims of `x y`",
+        "  b/l: 1 of the 2 tensors that make up b",
+        "  1.a: missing, would be a/1",
+        "  a: missing, would be a",
+    ]
+
+
 def test_two_rules_for_one_name_are_ambiguous():
     twice = NameMap((("a/{i}", "b.{i}"), ("a/0", "c"), ("d", "b.0")))
     with pytest.raises(NameMapError) as caught:

@@ -17,7 +17,7 @@ from ._copy import TensorBytes, converted
 from ._headers import Header, read_header
 from ._manifest import CheckpointError, FileEntry, Manifest, TensorEntry
 from ._safetensors import Entry, sync_folder, write_bytes, write_safetensors
-from ._views import Renamed, RowMajor
+from ._views import Renamed, RowMajor, whole
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -46,9 +46,7 @@ class HuggingFaceFolder(RowMajor):
         super().__init__(path, Manifest(0, 1, files, entries, metadata={"config": config} if config else {}))
 
     def links(self, name: str) -> Sequence[Link]:
-        shape = self.entry(name).shape
-        every = (None,) * len(shape)
-        return [Link(name, shape, every, shape, every, tuple(range(len(shape))))]
+        return [whole(name, self.entry(name).shape)]
 
     def read_source(self, source: str, first: int, out: np.ndarray) -> None:
         file, entry = self._at[source]

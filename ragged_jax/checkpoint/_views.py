@@ -97,6 +97,12 @@ class RowMajor(Checkpoint):
         pass
 
 
+def whole(name: str, shape: tuple[int, ...]) -> Link:
+    """The link of a tensor that is what it is made of."""
+    every = (None,) * len(shape)
+    return Link(name, shape, every, shape, every, tuple(range(len(shape))))
+
+
 class Renamed(RowMajor):
     """The tensors of another checkpoint by the names that a map gives them, with their dims in its order.
 

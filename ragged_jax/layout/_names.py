@@ -237,6 +237,7 @@ class _Applying:
             None if targets is None else {n: tuple(s) for n, s in targets.items() if not names.is_ignored(n)}
         )
         self.faults: list[str] = []
+        self.failed: list[re.Pattern] = []  # targets that could not be made, which is said already
         self.made: dict[str, Mapped] = {}
 
     def run(self) -> dict[str, Mapped]:
@@ -339,6 +340,7 @@ class _Applying:
                 self._join(rule, dict(key), members)
             except ValueError as error:
                 self.faults.append(f"{', '.join(name for name, _ in members[:4])}: {error}")
+                self.failed.append(self.names._regex(_fill(rule.target, dict(key))))
 
     def _join(self, rule: NameRule, shared: dict[str, str], members: list[tuple[str, dict[str, str]]]) -> None:
         first = tuple(self.sources[members[0][0]])
@@ -385,14 +387,13 @@ class _Applying:
 
     def _compare(self, wanted: Mapping[str, Shape], tied: set[str]) -> None:
         """What is made against what is wanted."""
-        blamed = "\n".join(self.faults)
         back = [(self.names._regex(rule.target), rule.source) for rule in self.names._rules]
         for name, shape in wanted.items():
             if (mapped := self.made.get(name)) is None:
                 sources = [_fill(s, m) for regex, s in back if (m := _match(regex, name)) is not None]
                 near = get_close_matches(name, self.made, 1)
                 hint = f", would be {sources[0]}" if sources else f"; did you mean {near[0]}?" if near else ""
-                if not any(source in blamed for source in sources):
+                if not any(_match(regex, name) is not None for regex in self.failed):
                     self.faults.append(f"{name}: missing{hint}")
             elif mapped.shape != shape:
                 self.faults.append(f"{name}: shape {mapped.shape} from {mapped.links[0].source}, wanted {shape}")
