@@ -1,6 +1,7 @@
 """What every rank of a gloo job does with `torch_bridge.fully_shard`: `fsdp_cases.py RANK SIZE STORE OUT`."""
 
 import datetime
+import gc
 import json
 import sys
 import traceback
@@ -320,6 +321,7 @@ def main(rank: int, size: int, store: str, out: str) -> None:
     with open(f"{out}.{rank}", "w") as file:
         json.dump(results, file)
     dist.barrier()
+    gc.collect()  # modules in cycles hold the group, whose threads would outlive the interpreter
     dist.destroy_process_group()
 
 
