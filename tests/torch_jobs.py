@@ -1,6 +1,7 @@
 """Jobs of several torch processes that tests start: every rank runs the same cases and writes down what failed."""
 
 import datetime
+import gc
 import json
 import os
 import subprocess
@@ -68,4 +69,5 @@ def run_cases(cases: Mapping[str, Callable[[], None]], rank: int, size: int, sto
                 break  # the other ranks may be elsewhere
     Path(f"{out}.{rank}").write_text(json.dumps(results))
     dist.barrier()
+    gc.collect()  # modules in cycles hold the group, whose threads would outlive the interpreter
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ def _extreme(name: str, given: Mapping[str, Any]) -> Reduction:
 def _norm(ord: float, dtype: torch.dtype | None) -> Reduction:
     def here(x: torch.Tensor) -> torch.Tensor:
         kind = dtype or _wide(x) or x.dtype  # the same on a rank without elements
-        if not x.numel() and math.isinf(ord):
+        if not x.numel() and (ord < 0 or math.isinf(ord)):
             return torch.full((), 0.0 if ord > 0 else math.inf, dtype=kind, device=x.device).abs()
         return torch.linalg.vector_norm(x, ord, dtype=kind)
 

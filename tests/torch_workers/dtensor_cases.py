@@ -12,12 +12,13 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo import raises, run, scratch
+from checks import raises, scratch
 from operations import refused, works
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch_jobs import run_cases
 
 import torch_bridge as tb
 from ragged_jax import layout as values
@@ -117,17 +118,22 @@ def gradients() -> None:
     """Of what goes through ragged tensors: to and from elements, whole tensors and other placements."""
     x, y, scale = numbers((7, 4)), numbers((7, 4), seed=1), dist.get_world_size()
     want = torch.autograd.grad((lambda t: (t.sin() * y * t).sum())(p := x.clone().requires_grad_()), p)[0]
+    other = [placement((7, 4), 1)]
+
+    def through_local(t):
+        return tb.RaggedTensor.from_local(t.to_local().sin(), t.device_mesh, t.placements, shape=t.shape)
+
+    def through_other(t):
+        return (t.redistribute(placements=other).sin() * 1).redistribute(placements=t.placements)
+
     for loss in (
         lambda t: (t.sin() * ragged(y) * t).sum().full_tensor(),
         lambda t: (t.full_tensor().sin() * y * t.full_tensor()).sum(),
-        lambda t: (t.full_tensor(grad_placements=[Partial()]).sin() * y * t.full_tensor()).sum() if scale == 1 else
-        ((t.redistribute(placements=[placement((7, 4), 1)]).sin() * ragged(y, 1))
-         .redistribute(placements=t.placements) * t)
-        .sum().full_tensor(),
         lambda t: (t.redistribute(placements=[Shard(0)]).sin().full_tensor() * y * t.full_tensor()).sum(),
-        lambda t: (tb.RaggedTensor.from_local(t.to_local().sin(), t.device_mesh, t.placements, shape=t.shape)
-                   * ragged(y) * t).sum().full_tensor(),
-    ):  # fmt: skip
+        lambda t: (through_local(t) * ragged(y) * t).sum().full_tensor(),
+        lambda t: (through_other(t) * ragged(y) * t).sum().full_tensor(),
+        lambda t: (t.T.full_tensor().sin() * y.T * t.T.full_tensor()).sum(),
+    ):
         leaf = nn.Parameter(ragged(x))
         loss(leaf).backward()
         assert isinstance(leaf.grad, tb.RaggedTensor)
@@ -495,4 +501,4 @@ FOUR_RANKS = {"tensor parallel": tensor_parallel, "replicas": replicas}
 
 if __name__ == "__main__":
     rank, size = int(sys.argv[1]), int(sys.argv[2])
-    run({1: ONE_RANK, 2: CASES, 3: THREE_RANKS, 4: FOUR_RANKS}[size], rank, size, *sys.argv[3:])
+    run_cases({1: ONE_RANK, 2: CASES, 3: THREE_RANKS, 4: FOUR_RANKS}[size], rank, size, *sys.argv[3:])
