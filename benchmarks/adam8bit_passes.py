@@ -1,7 +1,7 @@
-"""How many bytes a step of 8-bit AdamW moves on an H100: what every kernel of the compiled program reads and writes.
+"""How many bytes a step of 8-bit AdamW moves on an accelerator: what every kernel of the program reads and writes.
 
-Compiled ahead of time; no GPU is needed, only its compiler (see `untile.py`). The floor for float32 parameters that
-lie on the device once: read parameter, gradient and codes, write parameter and codes, 16 bytes.
+Compiled ahead of time; no GPU or TPU is needed, only its compiler (see `untile.py`). The floor for float32 parameters
+that lie on the device once: read parameter, gradient and codes, write parameter and codes, 16 bytes.
 
     python benchmarks/adam8bit_passes.py --out benchmarks/results/adam8bit_passes
 """
@@ -38,6 +38,7 @@ METHODS = {
     "optax.adamw, float32": lambda: as_step(optax.adamw(1e-3)),
     "adamw8bit": lambda: as_step(rj.optim.adamw8bit(1e-3, chunk=None)),
     "fused_adamw8bit": lambda: rj.optim.fused_adamw8bit(1e-3, chunk=None),
+    'fused_adamw8bit, kernel="pallas"': lambda: rj.optim.fused_adamw8bit(1e-3, kernel="pallas"),
     "fused_adamw8bit, tile(32, 32)": lambda: rj.optim.fused_adamw8bit(1e-3, block=rj.tile(32, 32), chunk=None),
 }
 
@@ -56,33 +57,40 @@ def kernels(text: str) -> list[tuple[str, float]]:
             continue
         name, result, op, operands = match.groups()
         results[name] = nbytes(result)
-        if op in ("fusion", "copy", "reduce", "transpose", "custom-call"):
+        if op in ("fusion", "copy", "reduce", "reshape", "transpose", "custom-call") and "ConcatBitcast" not in line:
             moved = results[name] + sum(results.get(o, 0) for o in re.findall(r"%([\w.-]+)", operands))
             if moved >= np.prod(SHAPE):
                 found.append((name, moved / np.prod(SHAPE)))
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="writes OUT.md")
-    args = parser.parse_args()
-    sharding = NamedSharding(Mesh(np.array(devices_of("h100")[:1]), ("d",)), PartitionSpec())
+def rows(mesh: Mesh) -> list[str]:
+    """The rest of a table's row, for each method."""
+    sharding, found = NamedSharding(mesh, PartitionSpec()), []
     place = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     params = place(jax.ShapeDtypeStruct(SHAPE, "float32"))
-    lines = ["| | bytes a parameter | temporary | by kernel |", "|---|---:|---:|---|"]
     for name, make in METHODS.items():
         init, step = make()
         state = jax.tree.map(place, jax.eval_shape(init, params))
-        compiled = jax.jit(step, donate_argnums=(0, 2)).lower(params, params, state).compile()
-        found = kernels(compiled.as_text())
+        with jax.set_mesh(mesh):  # Mosaic asks it for the kind of TPU
+            compiled = jax.jit(step, donate_argnums=(0, 2)).lower(params, params, state).compile()
+        each = [moved for _, moved in kernels(compiled.as_text())]
         temp = compiled.memory_analysis().temp_size_in_bytes / np.prod(SHAPE)
-        by = ", ".join(f"{moved:.1f}" for _, moved in found)
-        lines.append(f"| {name} | {sum(moved for _, moved in found):.1f} | {temp:.1f} | {by} |")
-    about = (
-        f"`python benchmarks/adam8bit_passes.py`\n\njax {jax.__version__}; one {list(SHAPE)} matrix, float32, H100"
-    )
-    text = f"# What a step moves on an H100\n\n{about}\n\n" + "\n".join(lines) + "\n"
+        found.append(f"| {name} | {sum(each):.1f} | {temp:.1f} | {', '.join(f'{moved:.1f}' for moved in each)} |")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", default=["h100", "v5p", "v6e"])
+    parser.add_argument("--out", type=Path, help="writes OUT.md")
+    args = parser.parse_args()
+    lines = ["| | | bytes a parameter | temporary | by kernel |", "|---|---|---:|---:|---|"]
+    for target in args.targets:
+        mesh = Mesh(np.array(devices_of(target)[:1]), ("d",))
+        lines += [f"| {target} {row}" for row in rows(mesh)]
+    about = f"`python benchmarks/adam8bit_passes.py`\n\njax {jax.__version__}; one {list(SHAPE)} matrix, float32"
+    text = f"# What a step moves\n\n{about}\n\n" + "\n".join(lines) + "\n"
     print(text)
     if args.out:
         args.out.with_suffix(".md").write_text(text)

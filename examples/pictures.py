@@ -1,4 +1,4 @@
-"""How the loss fell, as a picture."""
+"""How the loss fell, as pictures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,6 +33,25 @@ def draw_losses(losses: Sequence[float], before: float, after: float, bigram: fl
     axes.set(xlabel="step", ylabel="bits per byte", yscale="log", xlim=(0, len(losses)))
     axes.set_yticks([2, 3, 4, 5, 6, 7, 8])
     axes.set_ylim(min(2, 0.95 * min(losses)), max(8.5, 1.05 * max(losses)))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.minorticks_off()
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def draw_optimizers(losses: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Writes a PNG of the loss of each step by optimizer, each a trailing mean, in bits per byte."""
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    steps, styles = max(map(len, losses.values())), ("-", "--", ":", "-.")
+    window = max(1, steps // 20)
+    for i, (name, values) in enumerate(losses.items()):
+        axes.plot(np.arange(1, len(values) + 1), _trailing_mean(values, window), styles[i % 4], label=name)
+    axes.set(xlabel="step", ylabel=f"bits per byte, mean of {window} steps", yscale="log", xlim=(0, steps))
+    axes.set_yticks([3, 4, 5, 6, 7, 8])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,8 +16,9 @@ from ..fsdp._check import is_traced
 from ..fsdp._splits import entries, other_axes
 from ..fsdp._unit import pin
 from ..layout import Block
-from ._adam8bit_math import Finish, Numbers, Rules, Stored, power, step
+from ._adam8bit_math import Stored, step
 from ._blocks import DEFAULT, BlockChoice, Grid, choose, grid_of_array, grid_of_slab, not_whole
+from ._formula import Finish, Numbers, Rules, power
 from ._maps import MapName, code_map
 from ._places import Bits, key_of, places_of
 from ._quantise import product
@@ -157,8 +158,8 @@ class _Adam:
         groups: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             if row.leaf.of is None:
-                chunk = self.rules.chunk if _on_one_device(row.arrays[0]) else None
-                rules = Rules(self.rules.map, self.rules.at_least, self.rules.nesterov, chunk)
+                alone = _on_one_device(row.arrays[0])
+                rules = self.rules if alone else replace(self.rules, chunk=None, kernel="xla")
                 done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish, row.draw(numbers, 0))
             else:
                 unit, slab = row.leaf.of.unit, row.leaf.of.slab
@@ -183,9 +184,9 @@ class _Adam:
                 for row, own in zip(rows, arrays, strict=True)
             ]
 
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=(whole, in_specs), out_specs=out_specs, axis_names=set(axes), check_vma=True
-        )
+        check = self.rules.kernel == "xla"  # the interpreter of Pallas does not know what differs between devices
+        specs = {"in_specs": (whole, in_specs), "out_specs": out_specs}
+        run = jax.shard_map(local, mesh=mesh, **specs, axis_names=set(axes), check_vma=check)
         inputs, where = (numbers, arrays), (whole, in_specs)
         shardings = jax.tree.map(
             lambda s: NamedSharding(mesh, s), where, is_leaf=lambda s: isinstance(s, PartitionSpec)
@@ -292,7 +293,7 @@ def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0, seed: Any 
     )  # fmt: skip
 
 
-def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk) -> _Adam:
+def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk, kernel: Any = "xla") -> _Adam:
     for mapped in block.values() if isinstance(block, Mapping) else (block,):
         if not isinstance(mapped, Block | None):
             raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
@@ -300,7 +301,7 @@ def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk) -> _Adam:
     if chunk == "auto":
         chunk = CHUNK_ON_CPU if jax.default_backend() == "cpu" else None
     rule = tuple(block.items()) if isinstance(block, Mapping) else block
-    return _Adam(Quantisation(rule, min_numel, map), Rules(map, int(clamp_second_moment), nesterov, chunk))
+    return _Adam(Quantisation(rule, min_numel, map), Rules(map, int(clamp_second_moment), nesterov, chunk, kernel))
 
 
 def scale_by_adam8bit(
@@ -432,12 +433,20 @@ def fused_adamw8bit(
     chunk: int | Literal["auto"] | None = "auto",
     stochastic_rounding: bool = False,
     seed: Any = 0,
+    kernel: Literal["xla", "pallas"] = "xla",
 ) -> FusedOptimizer:
     """`adamw8bit` in one pass: parameters are updated chunk by chunk, and the update of a whole array exists nowhere.
 
     The learning rate is a number or a schedule; `mask` a tree of bools of the parameters' structure, or a function
     from parameters to one: where to decay weights. With `stochastic_rounding`, bfloat16 parameters are rounded up or
     down at random, with the bits of `ragged_jax.optim.stochastic_rounding(seed)`: the same on any mesh.
+
+    `kernel="pallas"` reads and writes everything once, in a Pallas kernel, for GPU (Triton) and TPU (Mosaic); on a
+    CPU it is interpreted, for tests. It is used where blocks are consecutive elements, a power of two of them and at
+    least 128, in a tensor with a slab of its own or an ordinary array on one device; all else goes the usual way.
+
+    Raises:
+      ValueError: an unknown kernel, or one that is asked for stochastic rounding, which it does not do.
 
     Example:
       >>> import jax.numpy as jnp
@@ -447,7 +456,11 @@ def fused_adamw8bit(
       >>> float(params[0, 0]) < 1
       True
     """
-    adam = _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk)
+    if kernel not in ("xla", "pallas"):
+        raise ValueError(f"kernel={kernel!r} is unknown; choose from xla, pallas")
+    if kernel == "pallas" and stochastic_rounding:
+        raise ValueError('kernel="pallas" rounds to nearest: use kernel="xla" for stochastic rounding')
+    adam = _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk, kernel)
 
     def apply(params: Any, grads: Any, state: ScaleByAdam8bitState) -> tuple[Any, ScaleByAdam8bitState]:
         count: Any = optax.safe_increment(state.count)

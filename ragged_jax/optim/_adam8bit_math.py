@@ -1,7 +1,6 @@
 """One step of 8-bit Adam on the arrays of one device."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -10,52 +9,10 @@ import numpy as np
 from jax import lax
 
 from ._blocks import Grid
-from ._maps import MapName, code_map
+from ._formula import Finish, Numbers, Rules, direction, moments
+from ._pallas import blocks_step, can_run
 from ._places import Bits
-from ._quantise import decode, encode, magnitude, product, scale_of
-
-
-class Numbers(NamedTuple):
-    """Scalars of a step: decay rates, their complements, corrections for the start, and the rest, in float32.
-
-    `key` is uint32: what random bits depend on.
-    """
-
-    b1: Any
-    b2: Any
-    c1: Any
-    c2: Any
-    eps: Any
-    correct1: Any
-    correct2: Any
-    ahead: Any
-    rate: Any
-    key: Any
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What is static about a step.
-
-    Attributes:
-      map: which code map.
-      at_least: the smallest code of a second moment.
-      nesterov: whether to look ahead.
-      chunk: elements that are worked on together; None for all.
-    """
-
-    map: MapName
-    at_least: int
-    nesterov: bool
-    chunk: int | None
-
-    @property
-    def signed(self):
-        return code_map(self.map, signed=True)
-
-    @property
-    def unsigned(self):
-        return code_map(self.map, signed=False)
+from ._quantise import decode, encode, magnitude, scale_of
 
 
 class Stored(NamedTuple):
@@ -67,32 +24,6 @@ class Stored(NamedTuple):
 
 
 LANES = 16  # of the widest vector registers
-
-Finish = Callable[[Numbers, jax.Array, Any, Any], jax.Array]
-"""From the direction (float32), what goes along with it (gradient or parameter) and random bits, or None for those,
-to what the step returns."""
-
-
-def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
-    """`base ** exponent` by repeated squaring: the same bits in every program, compiled or folded."""
-    result, square = jnp.float32(1), jnp.asarray(base, jnp.float32)
-    for bit in range(31):
-        result = jnp.where((exponent >> bit) & 1, result * square, result)
-        square = square * square
-    return result
-
-
-def moments(n: Numbers, g: jax.Array, m: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    g = jnp.where(jnp.isfinite(g), g, np.float32(np.nan))
-    return product(n.b1, m) + product(n.c1, g), product(n.b2, v) + product(n.c2, product(g, g))
-
-
-def direction(n: Numbers, rules: Rules, g: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-    if rules.nesterov:
-        first = product(n.b1, product(m, n.ahead)) + product(n.c1, product(g, n.correct1))
-    else:
-        first = product(m, n.correct1)
-    return first / (jnp.sqrt(product(v, n.correct2)) + n.eps)
 
 
 def step(
@@ -176,10 +107,18 @@ def _uniform(view: tuple, rules: Rules, n: Numbers, g, mu: Stored, nu: Stored, a
 
     held = (flat(along), flat(mu.codes), scales(mu.scales), flat(nu.codes), scales(nu.scales))
     numel = height * across * width
+    if rules.kernel == "pallas" and can_run(view):
+        moved = [(flat(x.codes), scales(x.scales)) for x in (mu, nu)]
+        done = blocks_step(rules, n, finish, flat(along), None if along is g else flat(g), *moved)
+        return _as_before(done, g, mu, nu)
     on = jnp.arange(numel, dtype=jnp.uint32)
     given = (None if along is g else flat(g), jnp.arange(strips, dtype=jnp.uint32) if draw else None)
     size = rules.chunk and max(1, rules.chunk // numel)
-    out, mc, ms, vc, vs = in_place(one, given, held, size)
+    return _as_before(in_place(one, given, held, size), g, mu, nu)
+
+
+def _as_before(done: tuple, g: jax.Array, mu: Stored, nu: Stored) -> tuple[jax.Array, Stored, Stored]:
+    out, mc, ms, vc, vs = done
     return (
         out.reshape(g.shape),
         mu._replace(codes=mc.reshape(g.shape), scales=ms.reshape(mu.scales.shape)),

@@ -4,6 +4,8 @@ A compiler may round `a * b + c` once or twice, and does so differently in diffe
 puts a clamp behind the multiplication, which no compiler can take for the identity.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +35,15 @@ def scale_of(largest: jax.Array) -> jax.Array:
 def encode(x: jax.Array, scale: jax.Array, code_map: CodeMap, at_least: int = 0) -> jax.Array:
     """uint8 codes of `x`, float32, in blocks of these scales (broadcast against it)."""
     y = x * jnp.where(scale == 0, np.float32(0), 1 / scale)
+    cells = jnp.asarray(code_map.cells)
+    code = encode_with(lambda cell: cells.at[cell].get(mode="promise_in_bounds"), y, code_map)
+    if at_least:
+        code = jnp.maximum(code, at_least)
+    return code.astype(jnp.uint8)
+
+
+def encode_with(cells: Callable[[jax.Array], jax.Array], y: jax.Array, code_map: CodeMap) -> jax.Array:
+    """int32 codes of numbers between -1 and 1; `cells` looks up in the map's table of them."""
     bits = lax.bitcast_convert_type(y, jnp.int32)
     low = bits & np.int32(0xFFFF)
     last = 127 * CELLS - code_map.lowest
@@ -41,11 +52,8 @@ def encode(x: jax.Array, scale: jax.Array, code_map: CodeMap, at_least: int = 0)
         negative = bits < 0
         cell = jnp.where(negative, cell + (last + 1), cell)
         low = jnp.where(negative, low ^ 0xFFFF, low)
-    found = jnp.asarray(code_map.cells).at[cell].get(mode="promise_in_bounds")
-    code = (found >> 16) + (low > (found & 0xFFFF))
-    if at_least:
-        code = jnp.maximum(code, at_least)
-    return code.astype(jnp.uint8)
+    found = cells(cell)
+    return (found >> 16) + (low > (found & 0xFFFF))
 
 
 def decode(codes: jax.Array, scale: jax.Array, code_map: CodeMap) -> jax.Array:
