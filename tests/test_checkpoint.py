@@ -327,6 +327,33 @@ def test_a_hostile_manifest(tmp_path, change, message):
         Checkpoint(checkpoint.path)
 
 
+def test_checksums_are_those_of_zlib():
+    import zlib
+
+    from ragged_jax.checkpoint._bytes import crc32
+
+    data = memoryview(np.random.default_rng(0).bytes(100_000))
+    for cut in (0, 1, 77_777):
+        assert crc32(data[cut:], crc32(data[:cut])) == zlib.crc32(data)
+
+
+def test_what_is_read_together_is_read_once(tmp_path, monkeypatch):
+    """Neighbours, and parts with gaps between them, overlapping ones and a great many small ones."""
+    import os
+
+    value = np.arange(1 << 20, dtype=np.int32)
+    spans = [(0, 70_000), (70_000, 200_000), (200_007, 200_009), (300_000, 1 << 20), (5, 250_000), (5, 6)]
+    spans += [(k, k + 3) for k in range(200_010, 260_000, 7)]
+    with save(tmp_path, {"w": value}) as checkpoint:
+        nbytes, real = [], os.preadv
+        monkeypatch.setattr(os, "preadv", lambda *args: nbytes.append(real(*args)) or nbytes[-1])
+        with checkpoint.batch() as batch:
+            got = [checkpoint.read_region("w", (span,), value.shape, batch) for span in spans]
+        for (start, stop), x in zip(spans, got, strict=True):
+            assert np.array_equal(x, value[start:stop])
+        assert sum(nbytes) <= value.nbytes + 250_000 * 4 + 4 * (1 << 18)  # all of it, and what overlaps again
+
+
 def test_the_manifest_is_a_value():
     entry = TensorEntry("float32", (2, 3), tile=(1, 3))
     manifest = Manifest(3, 1, (), {"w": entry}, metadata={"a": [1, {"b": "c"}]})

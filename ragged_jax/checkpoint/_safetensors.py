@@ -8,14 +8,12 @@ import json
 import math
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..layout import SAFETENSORS_DTYPES
+from ._bytes import advance, bytes_of, crc32
 
 ALIGNMENT = 64
 CHUNK_NBYTES = 1 << 18
@@ -95,18 +93,7 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write_all(descriptor: int, views: list[memoryview]) -> None:
     while views:
-        written = os.writev(descriptor, views)
-        while views and written >= views[0].nbytes:
-            written -= views.pop(0).nbytes
-        if views:
-            views[0] = views[0][written:]
-
-
-def bytes_of(buffer: Any) -> memoryview:
-    """The bytes of an array or another contiguous buffer."""
-    if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
-        return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
-    return memoryview(buffer).cast("B")
+        advance(views, os.writev(descriptor, views))
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
@@ -164,7 +151,7 @@ class _Chunks:
     def add(self, view: memoryview) -> None:
         while view.nbytes:
             room = CHUNK_NBYTES - self.nbytes % CHUNK_NBYTES
-            self._current = zlib.crc32(view[:room], self._current)
+            self._current = crc32(view[:room], self._current)
             taken = min(room, view.nbytes)
             self.nbytes += taken
             if taken == room:

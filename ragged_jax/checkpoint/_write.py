@@ -1,21 +1,17 @@
 """What one rank writes: its files, and the part of the manifest that describes them."""
 
 import re
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..layout import Layout, itemsize
+from ._bytes import bytes_of
 from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_names, numel_of
-from ._safetensors import Entry, Written, bytes_of, entry_shape, write_bytes, write_safetensors
-
-_THREADS = 4
-
-K = TypeVar("K")
-R = TypeVar("R")
+from ._safetensors import Entry, Written, entry_shape, write_bytes, write_safetensors
+from ._threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -95,37 +91,6 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
     wrong += (f"  {name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
     if wrong:
         raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
-
-
-def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
-    """`function` of each key, a few at a time. The first error stops the rest.
-
-    Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
-    background may still be going on.
-    """
-    results: dict[K, R] = {}
-    errors: list[BaseException] = []
-    waiting = list(reversed(keys))
-
-    def work() -> None:
-        while not errors:
-            try:
-                key = waiting.pop()
-            except IndexError:
-                return
-            try:
-                results[key] = function(key)
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(keys)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return {key: results[key] for key in keys}
 
 
 class _Joined(NamedTuple):

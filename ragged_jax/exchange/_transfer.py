@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint import ALIGNMENT, Checkpoint, CheckpointError, Part, Region, fill_shard, numpy_dtype, shard_parts
+from ..checkpoint import (
+    ALIGNMENT,
+    Checkpoint,
+    CheckpointError,
+    Part,
+    Region,
+    clear_padding,
+    empty,
+    fill_shard,
+    numpy_dtype,
+    shard_parts,
+)
 from ..fsdp import SlabOf, array_from_parts
 from ..layout import Layout
 from ._state import PYTHON, Item, is_key
@@ -33,12 +44,18 @@ def parts_of(items: Sequence[Item], rank: int, *, copy: bool) -> Iterator[Part]:
                 continue
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
-                    data = np.array(shard.data) if copy else np.asarray(shard.data)
+                    data = _copied(shard.data) if copy else np.asarray(shard.data)
                     yield from _shard_parts(item, leaf.shape, shard, data)
         elif rank == 0:
             dtype = PYTHON.get(type(item.leaf))
             data = np.array(item.leaf, dtype and np.dtype(dtype))
             yield Part(item.prefix, ((0, data.size),), data, _REST)
+
+
+def _copied(data: Any) -> np.ndarray:
+    copy = empty(data.shape, data.dtype)
+    np.copyto(copy, data)
+    return copy
 
 
 def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarray) -> Iterator[Part]:
@@ -119,22 +136,24 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -
     sharding = getattr(item.leaf, "sharding", None) or unit.sharding(slab)
     local = sharding.shard_shape(unit.shape(slab))
 
-    def read(k: int) -> np.ndarray:
-        buffer = _aligned_zeros(local, dtype)
-        buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
-        fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
-        return buffer
-
-    part = _once(lambda index: unit.shard_at(slab, index), read)
+    indices: Any = sharding.addressable_devices_indices_map(unit.shape(slab)).values()
+    shards = sorted({unit.shard_at(slab, index) for index in indices})
+    buffers = dict(zip(shards, _buffers(len(shards), local, dtype), strict=True))
+    with checkpoint.batch() as batch:
+        for k, buffer in buffers.items():
+            mine: Mapping = {(unit.bucket.name, slab.name): buffer}
+            clear_padding(_layout(of), k, mine)
+            names = {"prefix": item.prefix, "suffix": item.suffix}
+            fill_shard(checkpoint, _layout(of), k, mine, **names, cast=cast, batch=batch)
+    part = _once(lambda index: unit.shard_at(slab, index), buffers.pop)
     return array_from_parts(unit.shape(slab), sharding, part, dtype=dtype)
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros that jax takes on CPU without a copy."""
+def _buffers(count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
+    """Arrays in one piece of memory."""
     nbytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    rows = empty((count, nbytes + -nbytes % ALIGNMENT), np.dtype(np.uint8))
+    return [row[:nbytes].view(dtype).reshape(shape) for row in rows]
 
 
 def _once(key: Callable[[Any], Any], read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:
