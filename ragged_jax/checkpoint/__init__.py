@@ -7,18 +7,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._base import BaseCheckpointer as BaseCheckpointer
+    from ._base import as_json as as_json
+    from ._base import check_wanted as check_wanted
     from ._batch import Batch as Batch
     from ._checkpoint import Checkpoint as Checkpoint
     from ._checkpoint import numpy_dtype as numpy_dtype
     from ._checkpoint import read_tensor as read_tensor
+    from ._copy import copy_checkpoint as copy_checkpoint
     from ._directory import CheckpointDirectory as CheckpointDirectory
+    from ._huggingface import HuggingFaceFolder as HuggingFaceFolder
+    from ._huggingface import open_huggingface as open_huggingface
+    from ._huggingface import write_huggingface as write_huggingface
     from ._manifest import CheckpointError as CheckpointError
     from ._manifest import Manifest as Manifest
     from ._manifest import Region as Region
     from ._manifest import TensorEntry as TensorEntry
     from ._memory import empty as empty
+    from ._runs import Run as Run
+    from ._runs import runs_of as runs_of
     from ._safetensors import ALIGNMENT as ALIGNMENT
-    from ._shards import clear_padding as clear_padding
     from ._shards import fill_shard as fill_shard
     from ._shards import join as join
     from ._shards import layer_name as layer_name
@@ -26,17 +34,23 @@ if TYPE_CHECKING:
     from ._shards import shard_parts as shard_parts
     from ._shards import slab_tensors as slab_tensors
     from ._threads import in_threads as in_threads
+    from ._views import Renamed as Renamed
     from ._write import Part as Part
 
 _HOME = {
     "_batch": ("Batch",),
+    "_base": ("BaseCheckpointer", "as_json", "check_wanted"),
     "_checkpoint": ("Checkpoint", "numpy_dtype", "read_tensor"),
+    "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),
+    "_huggingface": ("HuggingFaceFolder", "open_huggingface", "write_huggingface"),
     "_manifest": ("CheckpointError", "Manifest", "Region", "TensorEntry"),
     "_memory": ("empty",),
+    "_runs": ("Run", "runs_of"),
     "_safetensors": ("ALIGNMENT",),
-    "_shards": ("clear_padding", "fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
+    "_shards": ("fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
     "_threads": ("in_threads",),
+    "_views": ("Renamed",),
     "_write": ("Part",),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}

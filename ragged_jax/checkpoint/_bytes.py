@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ._lazy import Lazy
+
 try:
     from zlib_ng import zlib_ng  # pyright: ignore[reportMissingImports]
 except ImportError:
@@ -17,7 +19,9 @@ def crc32(data: memoryview, start: int = 0) -> int:
 
 
 def bytes_of(buffer: Any) -> memoryview:
-    """The bytes of an array or another contiguous buffer."""
+    """The bytes of an array or another contiguous buffer; `Lazy` as they are."""
+    if isinstance(buffer, Lazy):
+        return buffer  # pyright: ignore[reportReturnType]
     if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
         return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
     return memoryview(buffer).cast("B")

@@ -63,13 +63,18 @@ class CheckpointDirectory:
 
         Warns of later ones that are damaged, and says how.
         """
+        if (found := self.find_latest()) is None:
+            return None
+        found[1].close()
+        return found[0]
+
+    def find_latest(self) -> tuple[int, Checkpoint] | None:
+        """The same, and the checkpoint."""
         for step in reversed(self.steps()):
             try:
-                Checkpoint(self.folder(step)).close()
+                return step, Checkpoint(self.folder(step))
             except CheckpointError as error:
-                warnings.warn(f"step {step} is passed over: {error}", UserWarning, stacklevel=2)
-            else:
-                return step
+                warnings.warn(f"step {step} is passed over: {error}", UserWarning, stacklevel=3)
         return None
 
     def open(self, step: int | None = None) -> Checkpoint:
@@ -79,8 +84,10 @@ class CheckpointDirectory:
           FileNotFoundError: there is none.
           CheckpointError: it is damaged.
         """
-        if step is None and (step := self.latest()) is None:
-            raise FileNotFoundError(f"there is no checkpoint in {self.path}")
+        if step is None:
+            if (found := self.find_latest()) is None:
+                raise FileNotFoundError(f"there is no checkpoint in {self.path}")
+            return found[1]
         if not self.folder(step).exists():
             raise FileNotFoundError(f"there is no checkpoint of step {step} in {self.path}, which has {self.steps()}")
         return Checkpoint(self.folder(step))

@@ -105,12 +105,12 @@ def read_shard(
         for slab in bucket.slabs:
             shape = (slab.shard_numel * share,) if bucket.stack is None else (bucket.stack, slab.shard_numel * share)
             buffers[bucket.name, slab.name] = empty(shape, numpy_dtype(slab.dtype))
-    clear_padding(layout, k, buffers)
+    _clear_padding(layout, k, buffers)
     fill_shard(checkpoint, layout, k, buffers, prefix=prefix, suffix=suffix)
     return buffers
 
 
-def clear_padding(layout: Layout, k: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
+def _clear_padding(layout: Layout, k: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
     """Zeros in buffers of shard `k` where no tensor lies."""
     ends = dict.fromkeys(buffers, 0)
     for piece in layout.shard(k):
