@@ -16,7 +16,7 @@ from ._manifest import CheckpointError, FileEntry
 
 _MAX_OPEN = 64
 _BATCH_NBYTES, _MAX_VECTORS = 1 << 20, 512  # of one system call: checked while they are in the processor's cache
-_MAX_PARTS = 16  # a chunk of which more is wanted is read whole and copied from
+_MAX_PARTS = 16  # a chunk of more parts is read whole and copied from
 
 
 class Want(NamedTuple):
@@ -63,6 +63,7 @@ class Files:
     def __init__(self, folder: Path, chunk_nbytes: int):
         self._folder, self._size = folder, chunk_nbytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._last = threading.local()  # the chunk of which a thread has taken a part before: it may want more
         self._lock = threading.Lock()
 
     def size_fault(self, file: FileEntry) -> str:
@@ -80,8 +81,8 @@ class Files:
     def read(self, file: FileEntry, wants: Sequence[Want]) -> None:
         """Fills memory with bytes of a file.
 
-        Every chunk that holds some of them is read once, straight to where they are wanted. What is not wanted of it
-        is read along, because the checksums are of whole chunks.
+        Every chunk that holds some of them is read once. Whole chunks go straight to where they are wanted; of those
+        that are cut the rest is read along, because the checksums are of whole chunks.
 
         Args:
           file: the file.
@@ -91,39 +92,38 @@ class Files:
           Damage: a checksum is not right.
           CheckpointError: the file cannot be read.
         """
-        spare = _Spare()
         batch: list[_Chunk] = []
         nbytes = vectors = 0
         for number, parts in groupby(cut(wants, self._size), lambda part: part.offset // self._size):
+            chunk = self._chunk(file, number, list(parts))
+            if chunk is None:
+                continue
             full = nbytes >= _BATCH_NBYTES or vectors >= _MAX_VECTORS
             if batch and (full or number != batch[-1].number + 1):
                 self._read_batch(file, batch)
                 batch, nbytes, vectors = [], 0, 0
-                spare.clear()
-            batch.append(self._chunk(file, number, list(parts), spare))
-            nbytes, vectors = nbytes + batch[-1].nbytes, vectors + len(batch[-1].views)
+            batch.append(chunk)
+            nbytes, vectors = nbytes + chunk.nbytes, vectors + len(chunk.views)
         if batch:
             self._read_batch(file, batch)
 
-    def _chunk(self, file: FileEntry, number: int, parts: list[Want], spare: "_Spare") -> _Chunk:
-        start = number * self._size
-        stop, name = min(start + self._size, file.nbytes), parts[0].name
-        last = parts[-1]
-        if last.offset + last.out.nbytes > stop:
+    def _chunk(self, file: FileEntry, number: int, parts: list[Want]) -> "_Chunk | None":
+        """What is to be read of a chunk; nothing where the thread has it from before."""
+        start, last = number * self._size, parts[-1]
+        nbytes = min(self._size, file.nbytes - start)
+        if last.offset + last.out.nbytes > start + nbytes:
             raise Damage(file, last.offset, last.offset + last.out.nbytes, "behind the end of the file", last.name)
-        if len(parts) > _MAX_PARTS:
-            whole = spare.take(stop - start)
-            copies = [(out, whole[at - start : at - start + out.nbytes]) for at, out, _ in parts]
-            return _Chunk(number, stop - start, [whole], copies, name)
-        views, at = [], start
-        for part in parts:
-            if part.offset > at:
-                views.append(spare.take(part.offset - at))
-            views.append(part.out)
-            at = part.offset + part.out.nbytes
-        if at < stop:
-            views.append(spare.take(stop - at))
-        return _Chunk(number, stop - start, views, [], name)
+        if len(parts) <= _MAX_PARTS and sum(part.out.nbytes for part in parts) == nbytes:
+            return _Chunk(number, nbytes, [part.out for part in parts], [], parts[0].name)
+        before = getattr(self._last, "chunk", ("", 0, memoryview(b"")))
+        known = before[:2] == (file.name, number)
+        whole = before[2] if known else np.empty(nbytes, np.uint8).data
+        copies = [(out, whole[at - start : at - start + out.nbytes]) for at, out, _ in parts]
+        if not known:
+            return _Chunk(number, nbytes, [whole], copies, parts[0].name)
+        for out, data in copies:
+            out[:] = data
+        return None
 
     def _read_batch(self, file: FileEntry, batch: list[_Chunk]) -> None:
         start, nbytes = batch[0].number * self._size, sum(chunk.nbytes for chunk in batch)
@@ -148,6 +148,8 @@ class Files:
                 raise Damage(file, start, start + chunk.nbytes, "the checksum is wrong", chunk.name)
             for out, data in chunk.copies:
                 out[:] = data
+            if chunk.copies:
+                self._last.chunk = file.name, chunk.number, chunk.views[0]
 
     def _opened(self, file: FileEntry) -> "_Open":
         with self._lock:
@@ -162,6 +164,7 @@ class Files:
 
     def close(self) -> None:
         with self._lock:
+            self._last = threading.local()
             self._open.clear()
 
 
@@ -174,22 +177,6 @@ class _Open:
     def __del__(self):
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
-
-
-class _Spare:
-    """Memory for what is read along. It is used again for every batch."""
-
-    def __init__(self):
-        self._memory, self._used = memoryview(b""), 0
-
-    def take(self, nbytes: int) -> memoryview:
-        if self._used + nbytes > self._memory.nbytes:  # what was taken before stays with those who took it
-            self._memory, self._used = np.empty(max(nbytes, _BATCH_NBYTES), np.uint8).data, 0
-        self._used += nbytes
-        return self._memory[self._used - nbytes : self._used]
-
-    def clear(self) -> None:
-        self._used = 0
 
 
 def cut(wants: Iterable[Want], nbytes: int) -> Iterator[Want]:
