@@ -283,6 +283,21 @@ def test_bad_parts_are_refused(tmp_path, region, data, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_no_file_can_hold_is_refused(tmp_path):
+    for name in ("", "__metadata__", "~fill/1", "a\ud800"):
+        with pytest.raises(ValueError, match="no tensor can be called"):
+            save(tmp_path, {name: np.zeros(1)})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save(tmp_path, {"w": np.zeros(1)}, metadata={"loss": math.nan})
+    assert not list(tmp_path.iterdir())
+    for step, name in enumerate(("ü/重み", "../../w", "/abs", "a//b", "a\nb", "x" * 3000)):
+        with save(tmp_path, {name: np.ones(3)}, step) as checkpoint:
+            assert np.array_equal(checkpoint.read(name), np.ones(3))
+            (path,) = checkpoint.path.glob("*.safetensors")
+            with safe_open(path, "np") as file:
+                assert np.array_equal(file.get_tensor(name), np.ones(3))
+
+
 def test_elements_that_are_there_twice(tmp_path):
     parts = [Part("w", ((0, 4),), np.zeros(4, np.float32)), Part("w", ((3, 6),), np.zeros(3, np.float32))]
     with pytest.raises(CheckpointError, match="w: elements 3 to 4 are there twice"):
@@ -310,6 +325,8 @@ def test_elements_that_are_there_twice(tmp_path):
         (lambda d: d.update(format="other"), "not a checkpoint manifest"),
         (lambda d: d.update(step="1"), "step"),
         (lambda d: d.update(chunk_nbytes=0), "too small"),
+        (lambda d: d.update(chunk_nbytes=2**40), "too large"),
+        (lambda d: d.update(step=2**63), "not a number from 0"),
     ],
 )
 def test_a_hostile_manifest(tmp_path, change, message):

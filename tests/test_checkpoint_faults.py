@@ -37,7 +37,10 @@ def test_killed_at_any_moment(tmp_path):
     assert in_the_middle >= kills / 4
 
 
-@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)])
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("writev", errno.ENOSPC), ("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)],
+)
 def test_a_failing_disk_leaves_nothing_half_made(tmp_path, monkeypatch, call, number):
     """The first such call fails, then the second, and so on until a save makes no more of them."""
     folder = CheckpointDirectory(tmp_path)
@@ -155,6 +158,11 @@ def test_a_file_that_is_cut_or_gone(tmp_path, sound, name):
         (path / name).write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=name):
             Checkpoint(path)
+    for other in (lambda file: os.mkfifo(file), lambda file: file.symlink_to("/dev/zero")):
+        (path / name).unlink()
+        other(path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: not a file"):
+            Checkpoint(path)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name}: No such file") as caught:
         Checkpoint(path)
@@ -200,6 +208,18 @@ def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [
         ".step_00000001.alive.lock", ".step_00000001.alive.tmp", "step_00000002",
     ]  # fmt: skip
+
+
+def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
+    save(CheckpointDirectory(tmp_path / "other"), 3)
+    folder = CheckpointDirectory(tmp_path / "run")
+    folder.path.mkdir()
+    folder.folder(1).symlink_to(tmp_path / "other" / "step_00000003")
+    assert folder.latest() == 1
+    for step in (2, 4, 5):
+        save(folder, step)  # keeps two
+    assert sorted(os.listdir(folder.path)) == ["step_00000004", "step_00000005"]
+    check(CheckpointDirectory(tmp_path / "other").open())
 
 
 def test_two_jobs_in_one_directory(tmp_path):

@@ -104,7 +104,8 @@ class BaseCheckpointer(ABC):
 
     def _agreed(self, found: int | None) -> int | None:
         """The step that the first rank has found."""
-        (step,) = self._from_first(np.array([-1 if found is None else found], np.int32))
+        words = np.array([-1 if found is None else found], np.int64).view(np.int32)
+        (step,) = np.ascontiguousarray(self._from_first(words)).view(np.int64)
         return None if step < 0 else int(step)
 
     def steps(self) -> list[int]:

@@ -1,6 +1,7 @@
 """`Checkpoint`: a saved state, read tensor by tensor and range by range, without any framework."""
 
 import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
@@ -353,8 +354,11 @@ class Checkpoint:
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MAX_MANIFEST_NBYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's manifest")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+            raise CheckpointError("not a file")
+        if status.st_size > _MAX_MANIFEST_NBYTES:
+            raise CheckpointError(f"{status.st_size} bytes are more than any checkpoint's manifest has")
         return Manifest.from_bytes(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}; not a checkpoint, or not a whole one") from None

@@ -73,16 +73,7 @@ def write_safetensors(
     stream = [memoryview(header)]
     for parts, filler in zip(views, fillers, strict=True):
         stream += [*parts, filler]
-    chunks = _Chunks()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        for batch in _batches(stream):
-            for view in batch:
-                chunks.add(view)
-            _write_all(descriptor, batch)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    chunks = _write(path, stream)
     return Written(chunks.nbytes, chunks.done(), tuple(starts))
 
 
@@ -107,14 +98,22 @@ def _write_all(descriptor: int, views: list[memoryview]) -> None:
 
 def write_bytes(path: Path, data: bytes) -> Written:
     """The same for a file of another kind."""
-    chunks = _Chunks()
-    chunks.add(memoryview(data))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    chunks = _write(path, [memoryview(data)])
     return Written(chunks.nbytes, chunks.done(), ())
+
+
+def _write(path: Path, stream: Sequence[memoryview]) -> "_Chunks":
+    chunks = _Chunks()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        for batch in _batches(stream):
+            for view in batch:
+                chunks.add(view)
+            _write_all(descriptor, batch)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return chunks
 
 
 def sync_folder(path: Path) -> None:
