@@ -32,6 +32,14 @@ DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "boo
 BLOCKS = [elements(1), elements(6), rows(2), tile(2, 3), whole()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk():
+    """What is read here is in the page cache; `test_checkpoint_faults.py` is about the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 

@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,22 +60,22 @@ def write_parts(
     planned = {group: [j for of in tensors.values() for j in _joined(of)] for group, tensors in groups.items()}
     names = _file_names(groups, rank)
 
-    def write(group: str) -> Written:
-        return write_safetensors(folder / names[group], _entries(declared.tensors, planned[group]))
-
-    files: list[FileEntry] = []
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for group, written in in_threads(write, list(groups)).items():
-        for part, offset in zip(planned[group], written.offsets, strict=True):
-            pieces[part.tensor].append(Piece(len(files), offset, part.region))
-        files.append(FileEntry(names[group], written.nbytes, written.crc32))
-    tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
+    jobs: dict[str, Callable[[], Written]] = {
+        names[group]: partial(write_safetensors, folder / names[group], _entries(declared.tensors, planned[group]))
+        for group in groups
+    }
     layout_files: dict[str, str] = {}
-    for layout in dict.fromkeys(layouts.values()) if rank == 0 else ():
-        name = "layout.json" if not layout_files else f"layout-{len(set(layout_files.values()))}.json"
-        written = write_bytes(folder / name, layout.to_json().encode())
-        files.append(FileEntry(name, written.nbytes, written.crc32))
+    for at, layout in enumerate(dict.fromkeys(layouts.values()) if rank == 0 else ()):
+        name = f"layout-{at}.json" if at else "layout.json"
+        jobs[name] = lambda name=name, layout=layout: write_bytes(folder / name, layout.to_json().encode())
         layout_files |= {prefix: name for prefix, of in layouts.items() if of == layout}
+    done = in_threads(lambda name: jobs[name](), list(jobs))
+    files = [FileEntry(name, written.nbytes, written.crc32) for name, written in done.items()]
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for part, offset in zip(planned[group], done[names[group]].offsets, strict=True):
+            pieces[part.tensor].append(Piece(number, offset, part.region))
+    tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
     return replace(declared, files=tuple(files), tensors=declared.tensors | tensors, layouts=layout_files)
 
 
