@@ -1,22 +1,29 @@
 """Saves and loads a sharded state as this library does, as plain safetensors, and with Orbax, on the same disk.
 
-    python benchmarks/checkpoint.py --mib 256 --rounds 5
+    python benchmarks/checkpoint.py --mib 256 --rounds 10
 
-Rounds are paired: in each of them every way saves and loads once, in turn, each time in another order. A save ends
-when the bytes are on the disk (all files are synced), and before a load the files are dropped from the page cache.
-The state is one f32 model on 8 virtual CPU devices whose tensors all divide, so that each way can shard it.
+Rounds are paired: in each of them every way saves and loads once, in turn, each time in another order. The state is
+one f32 model on 8 virtual CPU devices whose tensors all divide, so that each way can shard it.
+
+A save ends when the bytes are on the disk: all files are synced. `--no-sync` leaves that out for all ways, and a save
+ends when the kernel has the bytes. Before a load the files are dropped from the page cache (`--warm`: they are read
+into it), and freed memory goes back to the system, as if the process had just started (`--used-memory`: it does not).
+
+`safetensors` gathers the shards into whole arrays, as a program must whose state has changed since the last save.
+`gathered before` has the whole arrays at hand already; it loads as `safetensors` does.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,6 +37,7 @@ from safetensors.numpy import load_file, save_file
 import ragged_jax as rj
 
 Way = tuple[Callable[[Path], object], Callable[[Path], object]]
+Seconds = dict[str, dict[str, list[float]]]
 
 
 def make_state(mib: int) -> dict[str, np.ndarray]:
@@ -54,13 +62,13 @@ def ragged(state: dict, mesh: jax.sharding.Mesh) -> Way:
     return save, lambda path: jax.block_until_ready(rj.Checkpointer(path).restore(tree))
 
 
-def plain(state: dict, mesh: jax.sharding.Mesh) -> Way:
+def plain(state: dict, mesh: jax.sharding.Mesh, gathered: bool = False) -> Way:
     """One file of whole tensors."""
     arrays, sharding = _sharded(state, mesh)
 
     def save(path: Path) -> None:
         path.mkdir()
-        save_file({name: np.asarray(x) for name, x in arrays.items()}, path / "model.safetensors")
+        save_file(state if gathered else {n: _whole(x) for n, x in arrays.items()}, path / "model.safetensors")
         _sync(path)
 
     def load(path: Path) -> object:
@@ -68,6 +76,11 @@ def plain(state: dict, mesh: jax.sharding.Mesh) -> Way:
         return jax.block_until_ready(jax.device_put(whole, sharding))
 
     return save, load
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    """`np.asarray`, which would remember its result and do nothing the second time."""
+    return np.concatenate([shard.data for shard in x.addressable_shards])
 
 
 def orbax(state: dict, mesh: jax.sharding.Mesh) -> Way:
@@ -116,9 +129,13 @@ def _drop_from_cache(path: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(ways: dict[str, Way], rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
+def _new_memory() -> None:
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+def measure(ways: dict[str, Way], rounds: int, folder: Path, *, warm: bool, used_memory: bool) -> Seconds:
     """Seconds by way and by `save` or `load`. The first round warms up and does not count."""
-    seconds: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": []} for name in ways}
+    seconds: Seconds = {name: {"save": [], "load": []} for name in ways}
     for at in range(rounds + 1):
         names = list(ways)
         names = names[at % len(names) :] + names[: at % len(names)]
@@ -126,46 +143,65 @@ def measure(ways: dict[str, Way], rounds: int, folder: Path) -> dict[str, dict[s
             path = folder / name
             for what, function in zip(("save", "load"), ways[name], strict=True):
                 if what == "load":
+                    os.sync()
                     _drop_from_cache(path)
+                    for file in _files(path) if warm else ():
+                        file.read_bytes()
+                    if not used_memory:
+                        _new_memory()
                 start = time.perf_counter()
-                function(path)
+                result = function(path)
                 if at:
                     seconds[name][what].append(time.perf_counter() - start)
+                del result
             shutil.rmtree(path)
     return seconds
+
+
+def quartiles(values: list[float], digits: int) -> str:
+    """The median, and the quartiles in brackets."""
+    low, middle, high = (f"{x:.{digits}f}" for x in np.quantile(values, (0.25, 0.5, 0.75)))
+    return f"{middle} ({low} to {high})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=256, help="of the state")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--no-sync", action="store_true", help="no way waits for the disk")
+    parser.add_argument("--warm", action="store_true", help="load from the page cache")
+    parser.add_argument("--used-memory", action="store_true", help="load into memory that was freed before")
+    parser.add_argument("--ways", nargs="*", help="only these")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; by default the temporary one")
     parser.add_argument("--json", type=Path, help="where the figures go")
     args = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
     state = make_state(args.mib)
     mib = sum(x.nbytes for x in state.values()) / 2**20
-    ways = {"ragged": ragged(state, mesh), "safetensors": plain(state, mesh)}
-    try:
-        ways["orbax"] = orbax(state, mesh)
-    except ImportError:
-        print("orbax-checkpoint is not installed and left out")
+    makers = {
+        "ragged": ragged,
+        "safetensors": plain,
+        "gathered before": partial(plain, gathered=True),
+        "orbax": orbax,
+    }
+    ways = {name: make(state, mesh) for name, make in makers.items() if args.ways is None or name in args.ways}
+    if args.no_sync:
+        os.fsync = lambda descriptor: None
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        seconds = measure(ways, args.rounds, Path(folder))
-    print(f"{mib:.0f} MiB, {args.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        seconds = measure(ways, args.rounds, Path(folder), warm=args.warm, used_memory=args.used_memory)
+    load = os.getloadavg()
+    print(f"{mib:.0f} MiB, {args.rounds} rounds, {os.cpu_count()} cores, load {load[0]:.1f}")
+    print("median (quartiles) of MiB/s, and of how many times as fast ragged is in the same round")
     for name, times in seconds.items():
         for what, values in times.items():
-            ratio = statistics.median(x / y for x, y in zip(values, seconds["ragged"][what], strict=True))
-            print(f"{name:12} {what}: {mib / statistics.median(values):8.0f} MiB/s; ragged is {ratio:.2f} x as fast")
+            ratios = [x / y for x, y in zip(values, seconds["ragged"][what], strict=True)]
+            speeds = quartiles([mib / value for value in values], 0)
+            print(f"{name:16} {what}  {speeds:24} {quartiles(ratios, 2)}")
     if args.json:
-        packages = {}
-        for package in ("jax", "safetensors", "orbax-checkpoint"):
-            try:
-                packages[package] = version(package)
-            except PackageNotFoundError:
-                packages[package] = None
+        packages = {name: version(name) for name in ("jax", "safetensors", "orbax-checkpoint")}
         about = {"mib": mib, "packages": packages, "python": platform.python_version(), "cores": os.cpu_count()}
-        args.json.write_text(json.dumps({**about, "load": os.getloadavg(), "seconds": seconds}, indent=1) + "\n")
+        about |= {"synced": not args.no_sync, "warm": args.warm, "used_memory": args.used_memory, "load": load}
+        args.json.write_text(json.dumps({**about, "seconds": seconds}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

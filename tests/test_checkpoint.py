@@ -32,6 +32,14 @@ DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "boo
 BLOCKS = [elements(1), elements(6), rows(2), tile(2, 3), whole()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_waiting_for_the_disk():
+    """What is read here is in the page cache; `test_checkpoint_faults.py` is about the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
@@ -283,6 +291,21 @@ def test_bad_parts_are_refused(tmp_path, region, data, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_no_file_can_hold_is_refused(tmp_path):
+    for name in ("", "__metadata__", "~fill/1", "a\ud800"):
+        with pytest.raises(ValueError, match="no tensor can be called"):
+            save(tmp_path, {name: np.zeros(1)})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        save(tmp_path, {"w": np.zeros(1)}, metadata={"loss": math.nan})
+    assert not list(tmp_path.iterdir())
+    for step, name in enumerate(("ü/重み", "../../w", "/abs", "a//b", "a\nb", "x" * 3000)):
+        with save(tmp_path, {name: np.ones(3)}, step) as checkpoint:
+            assert np.array_equal(checkpoint.read(name), np.ones(3))
+            (path,) = checkpoint.path.glob("*.safetensors")
+            with safe_open(path, "np") as file:
+                assert np.array_equal(file.get_tensor(name), np.ones(3))
+
+
 def test_elements_that_are_there_twice(tmp_path):
     parts = [Part("w", ((0, 4),), np.zeros(4, np.float32)), Part("w", ((3, 6),), np.zeros(3, np.float32))]
     with pytest.raises(CheckpointError, match="w: elements 3 to 4 are there twice"):
@@ -310,6 +333,8 @@ def test_elements_that_are_there_twice(tmp_path):
         (lambda d: d.update(format="other"), "not a checkpoint manifest"),
         (lambda d: d.update(step="1"), "step"),
         (lambda d: d.update(chunk_nbytes=0), "too small"),
+        (lambda d: d.update(chunk_nbytes=2**40), "too large"),
+        (lambda d: d.update(step=2**63), "not a number from 0"),
     ],
 )
 def test_a_hostile_manifest(tmp_path, change, message):
@@ -325,6 +350,33 @@ def test_a_hostile_manifest(tmp_path, change, message):
     (checkpoint.path / "manifest.json").write_bytes(sealed)
     with pytest.raises(CheckpointError, match=message or "elements 5 to 6 of 6 are missing"):
         Checkpoint(checkpoint.path)
+
+
+def test_checksums_are_those_of_zlib():
+    import zlib
+
+    from ragged_jax.checkpoint._bytes import crc32
+
+    data = memoryview(np.random.default_rng(0).bytes(100_000))
+    for cut in (0, 1, 77_777):
+        assert crc32(data[cut:], crc32(data[:cut])) == zlib.crc32(data)
+
+
+def test_what_is_read_together_is_read_once(tmp_path, monkeypatch):
+    """Neighbours, and parts with gaps between them, overlapping ones and a great many small ones."""
+    import os
+
+    value = np.arange(1 << 20, dtype=np.int32)
+    spans = [(0, 70_000), (70_000, 200_000), (200_007, 200_009), (300_000, 1 << 20), (5, 250_000), (5, 6)]
+    spans += [(k, k + 3) for k in range(200_010, 260_000, 7)]
+    with save(tmp_path, {"w": value}) as checkpoint:
+        nbytes, real = [], os.preadv
+        monkeypatch.setattr(os, "preadv", lambda *args: nbytes.append(real(*args)) or nbytes[-1])
+        with checkpoint.batch() as batch:
+            got = [checkpoint.read_region("w", (span,), value.shape, batch) for span in spans]
+        for (start, stop), x in zip(spans, got, strict=True):
+            assert np.array_equal(x, value[start:stop])
+        assert sum(nbytes) <= value.nbytes + 250_000 * 4 + 4 * (1 << 18)  # all of it, and what overlaps again
 
 
 def test_the_manifest_is_a_value():

@@ -37,7 +37,10 @@ def test_killed_at_any_moment(tmp_path):
     assert in_the_middle >= kills / 4
 
 
-@pytest.mark.parametrize(("call", "number"), [("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)])
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("writev", errno.ENOSPC), ("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)],
+)
 def test_a_failing_disk_leaves_nothing_half_made(tmp_path, monkeypatch, call, number):
     """The first such call fails, then the second, and so on until a save makes no more of them."""
     folder = CheckpointDirectory(tmp_path)
@@ -155,6 +158,11 @@ def test_a_file_that_is_cut_or_gone(tmp_path, sound, name):
         (path / name).write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=name):
             Checkpoint(path)
+    for other in (lambda file: os.mkfifo(file), lambda file: file.symlink_to("/dev/zero")):
+        (path / name).unlink()
+        other(path / name)
+        with pytest.raises(CheckpointError, match=f"{name}: not a file"):
+            Checkpoint(path)
     (path / name).unlink()
     with pytest.raises(CheckpointError, match=f"{name}: No such file") as caught:
         Checkpoint(path)
@@ -200,6 +208,18 @@ def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [
         ".step_00000001.alive.lock", ".step_00000001.alive.tmp", "step_00000002",
     ]  # fmt: skip
+
+
+def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
+    save(CheckpointDirectory(tmp_path / "other"), 3)
+    folder = CheckpointDirectory(tmp_path / "run")
+    folder.path.mkdir()
+    folder.folder(1).symlink_to(tmp_path / "other" / "step_00000003")
+    assert folder.latest() == 1
+    for step in (2, 4, 5):
+        save(folder, step)  # keeps two
+    assert sorted(os.listdir(folder.path)) == ["step_00000004", "step_00000005"]
+    check(CheckpointDirectory(tmp_path / "other").open())
 
 
 def test_two_jobs_in_one_directory(tmp_path):
@@ -305,36 +325,67 @@ def test_elements_that_no_rank_saved(tmp_path):
     assert "w: elements 12 to 13 of 13 are missing" in str(got[0])
 
 
-MEMORY = """
-import resource, sys
+# Not `ru_maxrss`: a new program begins with what the process had that started it.
+RSS = """
+import sys
+def rss(key):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+def begin():
+    open("/proc/self/clear_refs", "w").write("5")  # the peak from here on
+    return rss("VmRSS")
+"""
+
+NUMPY = """
 from ragged_jax.checkpoint import Checkpoint, read_shard
 from ragged_jax.layout import Layout
 layout = Layout.from_json(open(sys.argv[2]).read())
 with Checkpoint(sys.argv[1]) as checkpoint:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = begin()
     shard = read_shard(checkpoint, layout, 2)
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, sum(x.nbytes for x in shard.values()))
+    after = rss("VmHWM")
+assert all((x == 1).mean() > 0.9 for x in shard.values())
+print(after - before, sum(x.nbytes for x in shard.values()))
+"""
+
+# A process of a job has some of the mesh's devices: here one, so that its share is all that it restores.
+JAX = """
+import jax, numpy as np
+import ragged_jax as rj
+mesh = jax.make_mesh((1,), ("fsdp",))
+warm = rj.shard_tree({"x": np.ones(3, np.float32)}, mesh, axis="fsdp")
+like = rj.shard_tree({"b2": {"w": jax.ShapeDtypeStruct((5000, 2000), np.float32)}}, mesh, axis="fsdp")
+before = begin()
+got = rj.Checkpointer(sys.argv[1] + "/..").restore(like)
+after = rss("VmHWM")
+full = jax.tree.leaves(got)
+assert all((np.asarray(x) == 1).all() for x in full)
+print(after - before, sum(x.nbytes for x in full))
 """
 
 
-def test_memory_of_restoring_a_shard(tmp_path):
-    """Shard 2 of 5, of what 3 ranks saved: at most the shard, its largest slice and 64 MB."""
+@pytest.mark.parametrize(
+    "program", [pytest.param(NUMPY, id="numpy"), pytest.param(JAX, id="jax", marks=pytest.mark.deep)]
+)
+def test_memory_of_restoring_a_shard(tmp_path, program):
+    """A fifth of what 3 ranks saved: at most that share, its largest slice and 64 MB."""
     from ragged_jax.checkpoint import shard_parts, slab_tensors
     from ragged_jax.planner import Group, plan
 
     groups = [Group(f"b{i}", (TensorSpec(f"b{i}/w", (5000, 2000)), TensorSpec(f"b{i}/b", (1001,)))) for i in range(5)]
     old, new = (plan(groups, n).layout for n in (3, 5))
-    zeros = {
+    ones = {
         (b.name, s.name): np.ones((1, s.shard_numel), np.float32) for b in old.buckets for s in b.slabs
     }  # the same for each shard
     tensors = {n: t for b in old.buckets for s in b.slabs for n, t in slab_tensors(b, s).items()}
-    parts = [part for k in range(3) for part in shard_parts(old, k, zeros)]
+    parts = [part for k in range(3) for part in shard_parts(old, k, ones)]
     path = CheckpointDirectory(tmp_path).save(1, tensors, parts)
     (tmp_path / "layout").write_text(new.to_json())
-    peak, shard = map(int, run_python("-c", MEMORY, str(path), str(tmp_path / "layout")).split())
+    peak, share = map(int, run_python("-c", RSS + program, str(path), str(tmp_path / "layout")).split())
     assert new.payload_nbytes > 190 << 20
-    assert shard == new.shard_nbytes
-    assert peak * 1024 <= shard + 5000 * 2000 * 4 / 5 + (64 << 20)
+    assert share >= new.payload_nbytes / 5.1
+    largest = share if program is JAX else 5000 * 2000 * 4 / 5
+    print(f"{peak / 1024:.0f} MiB for a share of {share / 2**20:.0f} MiB")
+    assert share <= peak * 1024 <= share + largest + (64 << 20)
     shutil.rmtree(path)
 
 

@@ -5,6 +5,7 @@ One pair of processes runs every case (`two_processes.py`); the tests read what 
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -40,13 +41,19 @@ def pair(tmp_path_factory) -> dict:
         "JAX_NUM_CPU_DEVICES": "2",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
     }
+    with rj.Checkpointer(out / "of_one") as checkpointer:
+        checkpointer.save(1, state_of(make_mesh(3), 3))
+    damaged = Path(shutil.copytree(out / "of_one", out / "damaged")) / "step_00000001" / "root.00000.safetensors"
+    data = bytearray(damaged.read_bytes())
+    data[-70] ^= 1
+    damaged.write_bytes(data)
     processes = []
     for rank in range(2):
         command = [sys.executable, str(ROOT / "tests" / "two_processes.py"), str(out), str(port), str(rank)]
         with (out / f"log{rank}").open("w") as log:
             processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
     try:
-        processes[1].wait(timeout=150)
+        processes[1].wait(timeout=200)
         killed = time.monotonic()
         processes[0].wait(timeout=60)
         survived = time.monotonic() - killed
@@ -76,12 +83,19 @@ def pair(tmp_path_factory) -> dict:
         ("mesh", "mesh: {'fsdp': 4} on process 0; {'replica': 2, 'fsdp': 2} on process 1"),
         ("module", "kernel: float32[8, 8] in blocks elements(1) in unit (root) on process 0; float32[8, 9]"),
         ("deferred", "kernel: float32[8, 8] in blocks elements(1) in unit (root) on process 0; float32[8, 9]"),
+        ("saving, background=False", "extra: rank 1 has int64[], rank 0 nothing"),
+        ("saving, background=True", "extra: rank 1 has int64[], rank 0 nothing"),
+        (
+            "restoring",
+            "the states to restore differ between processes, so none of them goes on:\n  extra: ",
+        ),
+        ("damaged", "restored: yes on process 0; CheckpointError:"),
         ("facts", "the checkpoints differ between processes, so none of them goes on:\n  step: 0 on process 0; 1 on"),
     ],
 )
 def test_what_differs_is_named_alike_on_both(pair, case, said):
     zero, one = (results["disagreeing"][case] for results in pair["results"])
-    assert zero["error"] == one["error"] == "ValueError"
+    assert zero["error"] == one["error"] == ("CheckpointError" if case.startswith("saving") else "ValueError")
     assert zero["message"] == one["message"]
     assert said in zero["message"]
     assert max(zero["seconds"], one["seconds"]) < 10
@@ -124,6 +138,35 @@ def test_two_processes_are_one_job(pair):
     assert zero == one
     assert zero[0].startswith("blocks/up/kernel[0, 0, 0] on")
     assert zero[0].endswith("the first of 9600 that are not finite")
+
+
+def state_of(mesh, scale: float) -> dict:
+    """As in `two_processes.py`."""
+    w, b = np.arange(35, dtype=np.float32).reshape(5, 7), np.arange(11, dtype=np.float32)
+    return {"params": rj.shard_tree({"w": scale * w, "b": scale * b}, mesh, axis="fsdp"), "step": int(scale)}
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 4])
+def test_what_two_processes_save_one_restores(pair, num_devices):
+    got = rj.Checkpointer(pair["out"] / "of_two").restore(state_of(make_mesh(num_devices), 0))
+    want = rj.full_params(state_of(make_mesh(1), 2)["params"])
+    assert got["step"] == 2
+    for name, x in rj.full_params(got["params"]).items():
+        np.testing.assert_array_equal(x, want[name])
+    with rj.Checkpointer(pair["out"] / "of_two").open() as checkpoint:
+        assert checkpoint.manifest.num_ranks == 2
+        assert checkpoint.verify() == []
+
+
+def test_what_is_saved_two_processes_restore(pair):
+    want = rj.full_params(state_of(make_mesh(1), 3)["params"])
+    for rank in range(2):
+        assert pair["results"][rank]["restored"] == [2, 3]
+        with np.load(pair["out"] / f"restored{rank}.npz") as got:
+            np.testing.assert_array_equal(got["w"], want["w"])
+            np.testing.assert_array_equal(got["b"], want["b"])
+            np.testing.assert_array_equal(got["2w"], 2 / 3 * want["w"])
+    assert not (pair["out"] / "never").exists() or not list((pair["out"] / "never").glob("step_*"))
 
 
 def test_a_killed_process_ends_the_other_with_an_error(pair):

@@ -75,6 +75,40 @@ def training(mesh) -> None:
     RESULTS["nonfinite"] = [str(found) for found in rj.find_nonfinite(rj.shard_like(bad, like=model))]
 
 
+def values(scale: float) -> dict[str, np.ndarray]:
+    """What checkpoints hold: nothing of it divides by the number of devices."""
+    return {"w": scale * np.arange(35, dtype=np.float32).reshape(5, 7), "b": scale * np.arange(11, dtype=np.float32)}
+
+
+def state_of(mesh, scale: float) -> dict:
+    return {"params": rj.shard_tree(values(scale), mesh, axis="fsdp"), "step": int(scale)}
+
+
+def checkpointing(mesh) -> None:
+    """Saves for another number of processes and from one; what differs between ranks fails both."""
+    like = state_of(mesh, 0)
+    with rj.Checkpointer(OUT / "of_two") as checkpointer:
+        checkpointer.save(1, state_of(mesh, 2))
+        checkpointer.wait()
+    back = rj.Checkpointer(OUT / "of_two").restore(like)
+    other = rj.Checkpointer(OUT / "of_one").restore(like)
+    RESULTS["restored"] = [int(state["step"]) for state in (back, other)]
+    np.savez(
+        OUT / f"restored{RANK}.npz", **rj.full_params(other["params"]), **{"2w": rj.full_params(back["params"])["w"]}
+    )
+    odd = {**like, "extra": 1} if RANK else like
+    for background in (False, True):
+
+        def saving(background=background) -> None:
+            with rj.Checkpointer(OUT / "never", background=background) as checkpointer:
+                checkpointer.save(1, odd)
+
+        RESULTS["disagreeing"][f"saving, background={background}"] = failing(saving)
+    RESULTS["disagreeing"]["restoring"] = failing(lambda: rj.Checkpointer(OUT / "of_two").restore(odd))
+    damaged = OUT / "of_one" if RANK == 0 else OUT / "damaged"  # what one process reads is not what was written
+    RESULTS["disagreeing"]["damaged"] = failing(lambda: rj.Checkpointer(damaged).restore(like, step=1))
+
+
 def save() -> None:
     (OUT / f"results{RANK}.json").write_text(json.dumps(RESULTS))
 
@@ -84,6 +118,7 @@ def main() -> None:
     mesh = jax.make_mesh((4,), ("fsdp",))
     RESULTS["disagreeing"] = disagreeing(mesh)
     training(mesh)
+    checkpointing(mesh)
     # Rank 1 takes another path through the program for a while.
     if RANK == 0:
         RESULTS["missing"] = failing(lambda: rj.check_same_on_all_processes({}, what="the configs", timeout_s=1.0))

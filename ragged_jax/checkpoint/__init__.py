@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ._base import BaseCheckpointer as BaseCheckpointer
     from ._base import as_json as as_json
     from ._base import check_wanted as check_wanted
+    from ._batch import Batch as Batch
     from ._checkpoint import Checkpoint as Checkpoint
     from ._checkpoint import find_sources as find_sources
     from ._checkpoint import numpy_dtype as numpy_dtype
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ._manifest import Manifest as Manifest
     from ._manifest import Region as Region
     from ._manifest import TensorEntry as TensorEntry
+    from ._memory import empty as empty
     from ._runs import Run as Run
     from ._runs import runs_of as runs_of
     from ._safetensors import ALIGNMENT as ALIGNMENT
@@ -32,22 +34,25 @@ if TYPE_CHECKING:
     from ._shards import read_shard as read_shard
     from ._shards import shard_parts as shard_parts
     from ._shards import slab_tensors as slab_tensors
+    from ._threads import in_threads as in_threads
     from ._views import Renamed as Renamed
     from ._write import Part as Part
-    from ._write import in_threads as in_threads
 
 _HOME = {
+    "_batch": ("Batch",),
     "_base": ("BaseCheckpointer", "as_json", "check_wanted"),
     "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
     "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),
     "_huggingface": ("HuggingFaceFolder", "open_huggingface", "write_huggingface"),
     "_manifest": ("CheckpointError", "Manifest", "Region", "TensorEntry"),
+    "_memory": ("empty",),
     "_runs": ("Run", "runs_of"),
     "_safetensors": ("ALIGNMENT",),
     "_shards": ("fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
+    "_threads": ("in_threads",),
     "_views": ("Renamed",),
-    "_write": ("Part", "in_threads"),
+    "_write": ("Part",),
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 

@@ -90,15 +90,22 @@ class BaseCheckpointer(ABC):
     def open(self, step: int | None = None) -> Checkpoint:
         """A checkpoint, by default the latest, to look into: its step, metadata and tensors."""
         self.wait()
-        if step is None and (step := self.latest()) is None:
+        if step is not None:
+            return self.directory.open(int(step))
+        found = self.directory.find_latest() if self._rank == 0 else None
+        if (step := self._agreed(found and found[0])) is None:
             raise FileNotFoundError(f"there is no checkpoint in {self.directory.path}")
-        return self.directory.open(int(step))
+        return found[1] if found else self.directory.open(step)
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint whose files are all there, or None; the same on all ranks."""
         self.wait()
-        found = self.directory.latest() if self._rank == 0 else None
-        (step,) = self._from_first(np.array([-1 if found is None else found], np.int32))
+        return self._agreed(self.directory.latest() if self._rank == 0 else None)
+
+    def _agreed(self, found: int | None) -> int | None:
+        """The step that the first rank has found."""
+        words = np.array([-1 if found is None else found], np.int64).view(np.int32)
+        (step,) = np.ascontiguousarray(self._from_first(words)).view(np.int64)
         return None if step < 0 else int(step)
 
     def steps(self) -> list[int]:

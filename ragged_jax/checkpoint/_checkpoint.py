@@ -1,19 +1,22 @@
 """`Checkpoint`: a saved state, read tensor by tensor and range by range, without any framework."""
 
 import math
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..layout import Layout, LayoutError, Placement, TensorSpec, itemsize, row_major_index, stored_index
-from ._files import Damage, Files
+from ._batch import Batch
+from ._bytes import bytes_of
+from ._files import Damage, Files, Want
 from ._manifest import CheckpointError, FileEntry, Manifest, Region, TensorEntry, numel_of
 from ._runs import Run, meet, runs_of
-from ._safetensors import bytes_of
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_NBYTES = 4 << 30
@@ -131,7 +134,7 @@ class Checkpoint:
             if (file := files.get(name)) is None:
                 raise CheckpointError(f"{self.path}: the layout of {prefix!r} is in {name!r}, which is not there")
             data = bytearray(file.nbytes)
-            self._read_file(file, 0, memoryview(data))
+            self._read(file, [Want(0, memoryview(data))])
             try:
                 layouts[prefix] = Layout.from_json(bytes(data))
             except LayoutError as error:
@@ -148,7 +151,16 @@ class Checkpoint:
         shape = self.entry(name).shape
         return self.read_region(name, tuple((0, size) for size in shape), shape)
 
-    def read_region(self, name: str, region: Region, shape: tuple[int, ...]) -> np.ndarray:
+    def batch(self) -> Batch:
+        """Collects what is to be read, and reads it together when the block of `with checkpoint.batch()` ends.
+
+        Until then the memory that is to be filled is as it was.
+        """
+        return Batch(self._read, self.manifest.chunk_nbytes)
+
+    def read_region(
+        self, name: str, region: Region, shape: tuple[int, ...], batch: Batch | None = None
+    ) -> np.ndarray:
         """A part of a tensor, given as a range `(start, stop)` of each dim.
 
         Args:
@@ -156,11 +168,12 @@ class Checkpoint:
             a layer as part of such a stack.
           region: the part.
           shape: that the tensor is expected to have.
+          batch: that it is read with. None: it is read now.
         """
         dtype = numpy_dtype(self.entry(self.sources(name, shape)[0].name).dtype)
         out = np.empty(tuple(stop - start for start, stop in region), dtype)
         runs = runs_of(region, shape) if region else [Run(0, 0, 1)]
-        self.read_runs(name, runs, out.reshape(-1), Placement(TensorSpec(name, shape), 0))
+        self.read_runs(name, runs, out.reshape(-1), Placement(TensorSpec(name, shape), 0), batch)
         return out
 
     def entry(self, name: str) -> TensorEntry:
@@ -182,7 +195,9 @@ class Checkpoint:
             raise CheckpointError(f"{name}: saved with shape {saved}, wanted with {tuple(shape)}")
         return found
 
-    def read_runs(self, name: str, wanted: Sequence[Run], out: np.ndarray, placement: Placement) -> None:
+    def read_runs(
+        self, name: str, wanted: Sequence[Run], out: np.ndarray, placement: Placement, batch: Batch | None = None
+    ) -> None:
         """Fills parts of a flat array with ranges of a tensor.
 
         Args:
@@ -190,17 +205,31 @@ class Checkpoint:
           wanted: which elements, in the order that `placement` says, and where in `out` they belong.
           out: flat and contiguous, of the dtype with which the tensor was saved.
           placement: shape and order of the tensor as it is wanted.
+          batch: that they are read with. None: they are read now.
         """
+        if batch is None:
+            with self.batch() as own:
+                self.read_runs(name, wanted, out, placement, own)
+            return
         for source in self.sources(name, placement.tensor.shape):
             entry = self.entry(source.name)
             held, raw = self._held(entry), out.view(_raw(entry.dtype))
             ordered = _same_order(entry, placement)
             if ordered and (source.numel == placement.tensor.numel == entry.numel or entry.row_major):
-                self._copy(source, entry, held, wanted, raw)
+                self._copy(source, held, wanted, raw, batch)
             else:
                 self._scatter(source, entry, held, sorted(wanted), raw, placement)
 
-    def read_part(self, name: str, start: int, out: np.ndarray, placement: Placement, *, cast: bool = False) -> None:
+    def read_part(
+        self,
+        name: str,
+        start: int,
+        out: np.ndarray,
+        placement: Placement,
+        *,
+        cast: bool = False,
+        batch: Batch | None = None,
+    ) -> None:
         """Fills a flat array with consecutive elements of a tensor.
 
         Args:
@@ -209,18 +238,21 @@ class Checkpoint:
           out: flat and contiguous.
           placement: shape and order of the tensor as it is wanted.
           cast: whether a tensor that was saved with another dtype is converted; otherwise it is an error.
+          batch: that they are read with. None: they are read now.
 
         Raises:
           CheckpointError: there is no such tensor, or it is damaged.
           ValueError: it was saved with another dtype.
         """
         saved = self.entry(self.sources(name, placement.tensor.shape)[0].name).dtype
-        if saved != str(out.dtype) and not cast:
-            raise ValueError(f"{name}: saved as {saved}, wanted as {out.dtype}; `cast=True` would convert it")
-        raw = out if saved == str(out.dtype) else np.empty(out.size, numpy_dtype(saved))
-        self.read_runs(name, [Run(start, 0, out.size)], raw, placement)
-        if raw is not out:
+        if saved == str(out.dtype):
+            self.read_runs(name, [Run(start, 0, out.size)], out, placement, batch)
+        elif cast:
+            raw = np.empty(out.size, numpy_dtype(saved))
+            self.read_runs(name, [Run(start, 0, out.size)], raw, placement)
             out[:] = raw.astype(out.dtype)
+        else:
+            raise ValueError(f"{name}: saved as {saved}, wanted as {out.dtype}; `cast=True` would convert it")
 
     def _held(self, entry: TensorEntry) -> list[tuple[FileEntry, int, list[Run]]]:
         """Each piece of a tensor: its file, the place of its first element there in bytes, its runs from there."""
@@ -230,7 +262,7 @@ class Checkpoint:
             if numel_of(piece.region)
         ]
 
-    def _copy(self, source: Source, entry: TensorEntry, held: list, wanted: Sequence[Run], raw: np.ndarray) -> None:
+    def _copy(self, source: Source, held: list, wanted: Sequence[Run], raw: np.ndarray, batch: Batch) -> None:
         """Where what is read lies in the order in which it is wanted."""
         size, low, high = raw.dtype.itemsize, source.wanted, source.wanted + source.numel
         clipped = []
@@ -242,7 +274,7 @@ class Checkpoint:
         for file, offset, runs in held:
             for at, to, numel in meet(runs, clipped, source.held - source.wanted):
                 target = data[to * size : (to + numel) * size]
-                self._read_file(file, offset + at * size, target, source.name)
+                batch.add(file, Want(offset + at * size, target, source.name))
 
     def _scatter(
         self, source: Source, entry: TensorEntry, held: list, wanted: list[Run], raw: np.ndarray, placement: Placement
@@ -251,11 +283,13 @@ class Checkpoint:
         if not wanted:
             return
         first, at, numel = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
-        there = entry.placement()
+        there, size = entry.placement(), raw.dtype.itemsize
         for file, offset, runs in held:
             for run in runs:
-                for start in range(0, run.numel, _WINDOW):
-                    stored = np.arange(run.first + start, run.first + min(start + _WINDOW, run.numel))
+                head = -(offset + run.at * size) % self.manifest.chunk_nbytes // size  # no chunk is in two windows
+                for start, stop in pairwise([*range(head and head - _WINDOW, run.numel, _WINDOW), run.numel]):
+                    start = max(0, start)
+                    stored = np.arange(run.first + start, run.first + stop)
                     index = row_major_index(there, stored) - source.held
                     inside = (index >= 0) & (index < source.numel)
                     index[inside] = stored_index(placement, index[inside] + source.wanted)
@@ -264,17 +298,16 @@ class Checkpoint:
                     if not inside.any():
                         continue
                     window = np.empty(len(stored), raw.dtype)
-                    place = offset + (run.at + start) * raw.dtype.itemsize
-                    self._read_file(file, place, bytes_of(window), source.name)
+                    self._read(file, [Want(offset + (run.at + start) * size, bytes_of(window), source.name)])
                     chosen = which[inside]
                     raw[at[chosen] + index[inside] - first[chosen]] = window[inside]
 
-    def _read_file(self, file: FileEntry, offset: int, out: memoryview, name: str = "") -> None:
+    def _read(self, file: FileEntry, wants: Sequence[Want]) -> None:
         try:
-            self._files.read_into(file, offset, out)
+            self._files.read(file, wants)
         except Damage as damage:
             held = self.contents(file, damage.start, damage.stop)
-            reading = f" (reading {name})" if name else ""
+            reading = f" (reading {damage.name})" if damage.name else ""
             raise CheckpointError(f"{self.path}: {damage}; there lie {held or 'no numbers'}{reading}") from None
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
@@ -300,7 +333,7 @@ class Checkpoint:
             buffer = memoryview(bytearray(min(file.nbytes, self.manifest.chunk_nbytes)))
             for start in range(0, file.nbytes, self.manifest.chunk_nbytes):
                 try:
-                    self._read_file(file, start, buffer[: min(len(buffer), file.nbytes - start)])
+                    self._read(file, [Want(start, buffer[: min(len(buffer), file.nbytes - start)])])
                 except CheckpointError as error:
                     faults.append(str(error))
         return faults
@@ -331,8 +364,11 @@ class Checkpoint:
 def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MAX_MANIFEST_NBYTES:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes, more than any checkpoint's manifest")
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+            raise CheckpointError("not a file")
+        if status.st_size > _MAX_MANIFEST_NBYTES:
+            raise CheckpointError(f"{status.st_size} bytes are more than any checkpoint's manifest has")
         return Manifest.from_bytes(path.read_bytes())
     except OSError as error:
         inside = ", ".join(sorted(found.name for found in folder.glob("step_*")))

@@ -63,13 +63,18 @@ class CheckpointDirectory:
 
         Warns of later ones that are damaged, and says how.
         """
+        if (found := self.find_latest()) is None:
+            return None
+        found[1].close()
+        return found[0]
+
+    def find_latest(self) -> tuple[int, Checkpoint] | None:
+        """The same, and the checkpoint."""
         for step in reversed(self.steps()):
             try:
-                Checkpoint(self.folder(step)).close()
+                return step, Checkpoint(self.folder(step))
             except CheckpointError as error:
-                warnings.warn(f"step {step} is passed over: {error}", UserWarning, stacklevel=2)
-            else:
-                return step
+                warnings.warn(f"step {step} is passed over: {error}", UserWarning, stacklevel=3)
         return None
 
     def open(self, step: int | None = None) -> Checkpoint:
@@ -79,8 +84,10 @@ class CheckpointDirectory:
           FileNotFoundError: there is none.
           CheckpointError: it is damaged.
         """
-        if step is None and (step := self.latest()) is None:
-            raise FileNotFoundError(f"there is no checkpoint in {self.path}")
+        if step is None:
+            if (found := self.find_latest()) is None:
+                raise FileNotFoundError(f"there is no checkpoint in {self.path}")
+            return found[1]
         if not self.folder(step).exists():
             raise FileNotFoundError(f"there is no checkpoint of step {step} in {self.path}, which has {self.steps()}")
         return Checkpoint(self.folder(step))
@@ -129,7 +136,8 @@ class CheckpointDirectory:
             raise ValueError("several ranks save together by the same `run`, for example one that rank 0 broadcasts")
         if keep is not None and keep < 1:
             raise ValueError(f"keep={keep}: at least the checkpoint that is being saved must stay")
-        declared = Manifest(step, num_ranks, (), dict(tensors), metadata=dict(metadata or {}))
+        json_only = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
+        declared = Manifest(step, num_ranks, (), dict(tensors), metadata=json_only)
         saving = _Saving(self, step, rank, num_ranks, run or secrets.token_hex(8), timeout)
         saving.run(declared, parts, layouts or {})
         if rank == 0 and keep is not None:
@@ -141,14 +149,14 @@ class CheckpointDirectory:
             doomed = self.path / f".step_{step:08d}.{secrets.token_hex(8)}.old"
             with contextlib.suppress(FileNotFoundError):  # another job was faster
                 self.folder(step).rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _discard(doomed)
 
     def _clean(self) -> None:
         """Removes what killed processes left."""
         for path in self.path.glob(".step_*"):
             lock = path.with_suffix(".lock")
             if path.suffix == ".old" or (path.suffix == ".tmp" and not lock.exists()):
-                shutil.rmtree(path, ignore_errors=True)
+                _discard(path)
             elif path == lock:
                 _take_over(lock)
             elif path.suffix == ".error" and _age(path) > _ABANDONED_SECONDS:
@@ -290,8 +298,8 @@ class _Saving:
         doomed = self.folder.with_suffix(".old")
         with contextlib.suppress(OSError):  # where other ranks cannot put new files in it
             self.folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _discard(doomed)
+        _discard(self.folder)
 
 
 @contextlib.contextmanager
@@ -314,8 +322,16 @@ def _take_over(lock: Path) -> None:
     with contextlib.suppress(OSError), open(lock, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(file.fileno(), lock):
-            shutil.rmtree(lock.with_suffix(".tmp"), ignore_errors=True)
+            _discard(lock.with_suffix(".tmp"))
             lock.unlink()
+
+
+def _discard(folder: Path) -> None:
+    """Removes a folder, or the link that somebody put in its place."""
+    with contextlib.suppress(OSError):
+        if folder.is_symlink():
+            folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -3,16 +3,34 @@
 import os
 import stat
 import threading
-import zlib
 from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from ._bytes import advance, crc32
 from ._manifest import CheckpointError, FileEntry
 
 _MAX_OPEN = 64
-_BATCH_CHUNKS = 64
+_BATCH_NBYTES, _MAX_VECTORS = 1 << 20, 512  # of one system call: checked while they are in the processor's cache
+_MAX_PARTS = 16  # a chunk of more parts is read whole and copied from
+
+
+class Want(NamedTuple):
+    """Bytes to read.
+
+    Attributes:
+      offset: where they start in their file.
+      out: where they belong.
+      name: of the tensor that they are of, for messages.
+    """
+
+    offset: int
+    out: memoryview
+    name: str = ""
 
 
 class Damage(CheckpointError):
@@ -21,20 +39,31 @@ class Damage(CheckpointError):
     Attributes:
       file: the file.
       start, stop: the range of bytes.
+      name: of the tensor that was being read.
     """
 
-    def __init__(self, file: FileEntry, start: int, stop: int, what: str):
+    def __init__(self, file: FileEntry, start: int, stop: int, what: str, name: str = ""):
         super().__init__(f"{file.name}, bytes {start} to {stop}: {what}")
-        self.file, self.start, self.stop = file, start, stop
+        self.file, self.start, self.stop, self.name = file, start, stop, name
+
+
+class _Chunk(NamedTuple):
+    """A chunk to read: the memory that its bytes go to, and what is copied from there once they are checked."""
+
+    number: int
+    nbytes: int
+    views: list[memoryview]
+    copies: list[tuple[memoryview, memoryview]]
+    name: str
 
 
 class Files:
     """Open files of one checkpoint. Safe to use from several threads."""
 
     def __init__(self, folder: Path, chunk_nbytes: int):
-        self._folder, self._chunk = folder, chunk_nbytes
+        self._folder, self._size = folder, chunk_nbytes
         self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._last = threading.local()  # the chunk at the edge of the range that a thread read before
+        self._last = threading.local()  # the chunk of which a thread has taken a part before: it may want more
         self._lock = threading.Lock()
 
     def size_fault(self, file: FileEntry) -> str:
@@ -49,60 +78,78 @@ class Files:
             return f"{file.name}: {status.st_size} bytes, {file.nbytes} were written"
         return ""
 
-    def read_into(self, file: FileEntry, offset: int, out: memoryview) -> None:
-        """Fills `out` with the bytes of a file from `offset` on.
+    def read(self, file: FileEntry, wants: Sequence[Want]) -> None:
+        """Fills memory with bytes of a file.
 
-        Whole chunks go straight to where they are wanted. Of those that are cut the rest is read along, because the
-        checksums are of whole chunks.
+        Every chunk that holds some of them is read once. Whole chunks go straight to where they are wanted; of those
+        that are cut the rest is read along, because the checksums are of whole chunks.
+
+        Args:
+          file: the file.
+          wants: by rising offset, disjoint.
 
         Raises:
           Damage: a checksum is not right.
           CheckpointError: the file cannot be read.
         """
-        position, end = offset, offset + out.nbytes
-        while position < end:
-            chunk, skipped = divmod(position, self._chunk)
-            if skipped == 0 and (count := min((end - position) // self._chunk, _BATCH_CHUNKS)):
-                target = out[position - offset : position - offset + count * self._chunk]
-                self._read(file, position, target)
-                for at in range(count):
-                    self._check(file, chunk + at, target[at * self._chunk : (at + 1) * self._chunk])
-                position += target.nbytes
+        batch: list[_Chunk] = []
+        nbytes = vectors = 0
+        for number, parts in groupby(cut(wants, self._size), lambda part: part.offset // self._size):
+            chunk = self._chunk(file, number, list(parts))
+            if chunk is None:
                 continue
-            data = self._edge(file, chunk)
-            taken = min(end - position, data.nbytes - skipped)
-            if taken <= 0:
-                raise Damage(file, position, end, "behind the end of the file")
-            out[position - offset : position - offset + taken] = data[skipped : skipped + taken]
-            position += taken
+            full = nbytes >= _BATCH_NBYTES or vectors >= _MAX_VECTORS
+            if batch and (full or number != batch[-1].number + 1):
+                self._read_batch(file, batch)
+                batch, nbytes, vectors = [], 0, 0
+            batch.append(chunk)
+            nbytes, vectors = nbytes + chunk.nbytes, vectors + len(chunk.views)
+        if batch:
+            self._read_batch(file, batch)
 
-    def _edge(self, file: FileEntry, chunk: int) -> memoryview:
-        last = getattr(self._last, "chunk", None)
-        if last and last[:2] == (file.name, chunk):
-            return last[2]
-        start = chunk * self._chunk
-        data = np.empty(max(0, min(self._chunk, file.nbytes - start)), np.uint8).data
-        self._read(file, start, data)
-        self._check(file, chunk, data)
-        self._last.chunk = file.name, chunk, data
-        return data
+    def _chunk(self, file: FileEntry, number: int, parts: list[Want]) -> "_Chunk | None":
+        """What is to be read of a chunk; nothing where the thread has it from before."""
+        start, last = number * self._size, parts[-1]
+        nbytes = min(self._size, file.nbytes - start)
+        if last.offset + last.out.nbytes > start + nbytes:
+            raise Damage(file, last.offset, last.offset + last.out.nbytes, "behind the end of the file", last.name)
+        if len(parts) <= _MAX_PARTS and sum(part.out.nbytes for part in parts) == nbytes:
+            return _Chunk(number, nbytes, [part.out for part in parts], [], parts[0].name)
+        before = getattr(self._last, "chunk", ("", 0, memoryview(b"")))
+        known = before[:2] == (file.name, number)
+        whole = before[2] if known else np.empty(nbytes, np.uint8).data
+        copies = [(out, whole[at - start : at - start + out.nbytes]) for at, out, _ in parts]
+        if not known:
+            return _Chunk(number, nbytes, [whole], copies, parts[0].name)
+        for out, data in copies:
+            out[:] = data
+        return None
 
-    def _check(self, file: FileEntry, chunk: int, data: memoryview) -> None:
-        if zlib.crc32(data) != file.crc32[chunk]:
-            start = chunk * self._chunk
-            raise Damage(file, start, start + data.nbytes, "the checksum is wrong")
-
-    def _read(self, file: FileEntry, offset: int, out: memoryview) -> None:
+    def _read_batch(self, file: FileEntry, batch: list[_Chunk]) -> None:
+        start, nbytes = batch[0].number * self._size, sum(chunk.nbytes for chunk in batch)
+        views = [view for chunk in batch for view in chunk.views]
         try:
-            opened = self._opened(file)
-            done = 0
-            while done < out.nbytes:
-                count = os.preadv(opened.descriptor, [out[done:]], offset + done)
+            opened, done = self._opened(file), 0
+            while views:
+                count = os.preadv(opened.descriptor, views, start + done)
                 if count == 0:
-                    raise Damage(file, offset + done, offset + out.nbytes, "the file ends before")
+                    raise Damage(file, start + done, start + nbytes, "the file ends before", batch[0].name)
                 done += count
+                advance(views, count)
         except OSError as error:
-            raise Damage(file, offset, offset + out.nbytes, error.strerror or str(error)) from None
+            what = error.strerror or str(error)
+            raise Damage(file, start, start + nbytes, what, batch[0].name) from None
+        for chunk in batch:
+            found = 0
+            for view in chunk.views:
+                found = crc32(view, found)
+            if found != file.crc32[chunk.number]:
+                start = chunk.number * self._size
+                raise Damage(file, start, start + chunk.nbytes, "the checksum is wrong", chunk.name)
+            for out, data in chunk.copies:
+                out[:] = data
+            if chunk.copies:
+                self._last.chunk = file.name, chunk.number, chunk.views[0]
 
     def _opened(self, file: FileEntry) -> "_Open":
         with self._lock:
@@ -130,3 +177,13 @@ class _Open:
     def __del__(self):
         if hasattr(self, "descriptor"):
             os.close(self.descriptor)
+
+
+def cut(wants: Iterable[Want], nbytes: int) -> Iterator[Want]:
+    """The same, cut where the file's offset is a multiple of `nbytes`."""
+    for offset, out, name in wants:
+        done = 0
+        while done < out.nbytes:
+            room = nbytes - (offset + done) % nbytes
+            yield Want(offset + done, out[done : done + room], name)
+            done += room

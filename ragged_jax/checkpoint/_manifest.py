@@ -15,7 +15,10 @@ from ._safetensors import CHUNK_NBYTES, FILLER
 
 _STRICT = {"extra": "forbid", "strict": True}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+_SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8
 _SEAL = re.compile(rb',"blake2b":"([0-9a-f]{32})"}\n\Z')
+
+_MAX_CHUNK_NBYTES = 1 << 26  # as much is read for a single number
 
 Region = tuple[tuple[int, int], ...]
 """A part of a tensor: one `(start, stop)` of its stored elements, or one for each dim."""
@@ -160,8 +163,10 @@ class Manifest:
 
     def faults(self) -> Iterator[str]:
         """Every way in which it breaks its own rules, except for pieces that are not there."""
-        if self.step < 0 or self.num_ranks < 1 or self.chunk_nbytes < 1:
-            yield f"step {self.step}, num_ranks {self.num_ranks} or chunk_nbytes {self.chunk_nbytes} is too small"
+        if not 0 <= self.step < 1 << 63:
+            yield f"step {self.step} is not a number from 0 to 2**63 - 1"
+        if self.num_ranks < 1 or not 0 < self.chunk_nbytes <= _MAX_CHUNK_NBYTES:
+            yield f"num_ranks {self.num_ranks} or chunk_nbytes {self.chunk_nbytes} is too small or too large"
             return
         names = [file.name for file in self.files]
         yield from (f"{n!r:.80} is not a file name of a checkpoint" for n in names if not _SAFE_NAME.fullmatch(n))
@@ -256,8 +261,8 @@ def _brief(tensor: TensorEntry | None) -> str:
 
 def check_names(names: Iterable[str]) -> None:
     """Raises ValueError for tensor names that a file could not hold."""
-    if bad := [n for n in names if not n or n == "__metadata__" or n.startswith(FILLER)]:
-        raise ValueError(f"no tensor can be called {', '.join(map(repr, bad))}: the files use these names themselves")
+    if bad := [n for n in names if not n or _SURROGATE.search(n) or n == "__metadata__" or n.startswith(FILLER)]:
+        raise ValueError(f"no tensor can be called {', '.join(map(ascii, bad))}: the files use it, or it is no text")
 
 
 def _digest(body: bytes) -> str:

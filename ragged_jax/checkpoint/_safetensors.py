@@ -8,15 +8,12 @@ import json
 import math
 import os
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..layout import SAFETENSORS_DTYPES
-from ._lazy import Lazy
+from ._bytes import advance, bytes_of, crc32
 
 ALIGNMENT = 64
 CHUNK_NBYTES = 1 << 18
@@ -76,16 +73,7 @@ def write_safetensors(
     stream = [memoryview(header)]
     for parts, filler in zip(views, fillers, strict=True):
         stream += [*parts, filler]
-    chunks = _Chunks()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        for batch in _batches(stream):
-            for view in batch:
-                chunks.add(view)
-            _write_all(descriptor, batch)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    chunks = _write(path, stream)
     return Written(chunks.nbytes, chunks.done(), tuple(starts))
 
 
@@ -105,32 +93,27 @@ def _batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 def _write_all(descriptor: int, views: list[memoryview]) -> None:
     while views:
-        written = os.writev(descriptor, views)
-        while views and written >= views[0].nbytes:
-            written -= views.pop(0).nbytes
-        if views:
-            views[0] = views[0][written:]
-
-
-def bytes_of(buffer: Any) -> memoryview:
-    """The bytes of an array or another contiguous buffer; `Lazy` as they are."""
-    if isinstance(buffer, Lazy):
-        return buffer  # pyright: ignore[reportReturnType]
-    if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
-        return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
-    return memoryview(buffer).cast("B")
+        advance(views, os.writev(descriptor, views))
 
 
 def write_bytes(path: Path, data: bytes) -> Written:
     """The same for a file of another kind."""
-    chunks = _Chunks()
-    chunks.add(memoryview(data))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    with open(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    chunks = _write(path, [memoryview(data)])
     return Written(chunks.nbytes, chunks.done(), ())
+
+
+def _write(path: Path, stream: Sequence[memoryview]) -> "_Chunks":
+    chunks = _Chunks()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        for batch in _batches(stream):
+            for view in batch:
+                chunks.add(view)
+            _write_all(descriptor, batch)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return chunks
 
 
 def sync_folder(path: Path) -> None:
@@ -178,7 +161,7 @@ class _Chunks:
     def add(self, view: memoryview) -> None:
         while view.nbytes:
             room = CHUNK_NBYTES - self.nbytes % CHUNK_NBYTES
-            self._current = zlib.crc32(view[:room], self._current)
+            self._current = crc32(view[:room], self._current)
             taken = min(room, view.nbytes)
             self.nbytes += taken
             if taken == room:

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from ..layout import Bucket, Buffer, Layout, Placement, Slab, can_be_tiled
+from ._batch import Batch
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import TensorEntry
+from ._memory import empty
 from ._write import Part
 
 
@@ -102,9 +104,26 @@ def read_shard(
     for bucket in layout.buckets:
         for slab in bucket.slabs:
             shape = (slab.shard_numel * share,) if bucket.stack is None else (bucket.stack, slab.shard_numel * share)
-            buffers[bucket.name, slab.name] = np.zeros(shape, numpy_dtype(slab.dtype))
+            buffers[bucket.name, slab.name] = empty(shape, numpy_dtype(slab.dtype))
+    _clear_padding(layout, k, buffers)
     fill_shard(checkpoint, layout, k, buffers, prefix=prefix, suffix=suffix)
     return buffers
+
+
+def _clear_padding(layout: Layout, k: int, buffers: Mapping[Buffer, np.ndarray]) -> None:
+    """Zeros in buffers of shard `k` where no tensor lies."""
+    ends = dict.fromkeys(buffers, 0)
+    for piece in layout.shard(k):
+        if (at := (piece.bucket, piece.slab)) in ends:
+            _layers(buffers[at], layout.bucket(piece.bucket))[:, ends[at] : piece.offset] = 0
+            ends[at] = piece.offset + piece.stop - piece.start
+    for (bucket, slab), end in ends.items():
+        _layers(buffers[bucket, slab], layout.bucket(bucket))[:, end:] = 0
+
+
+def _layers(buffer: np.ndarray, bucket: Bucket) -> np.ndarray:
+    """A row for each layer."""
+    return buffer.reshape(bucket.num_copies, buffer.size // max(1, bucket.num_copies))
 
 
 def fill_shard(
@@ -116,19 +135,25 @@ def fill_shard(
     prefix: str = "",
     suffix: str = "",
     cast: bool = False,
+    batch: Batch | None = None,
 ) -> None:
     """Fills buffers of shard `k` in place; what no tensor lies in is left as it is.
 
     Args:
       buffers: contiguous arrays by `(bucket, slab)`; others are left out.
       cast: whether tensors that were saved with another dtype are converted; otherwise they are an error.
+      batch: that the shard is read with. None: it is read now.
     """
+    if batch is None:
+        with checkpoint.batch() as own:
+            fill_shard(checkpoint, layout, k, buffers, prefix=prefix, suffix=suffix, cast=cast, batch=own)
+        return
     for piece in layout.shard(k):
         if (buffer := buffers.get((piece.bucket, piece.slab))) is None:
             continue
         bucket, _, placement = layout.locate(piece.tensor.name)
-        layers, numel = buffer.reshape(bucket.num_copies, -1), piece.stop - piece.start
+        layers, numel = _layers(buffer, bucket), piece.stop - piece.start
         for layer in range(bucket.num_copies):
             name = join(prefix, layer_name(bucket, piece.tensor.name, layer), suffix)
             out = layers[layer, piece.offset : piece.offset + numel]
-            checkpoint.read_part(name, piece.start, out, placement, cast=cast)
+            checkpoint.read_part(name, piece.start, out, placement, cast=cast, batch=batch)

@@ -1,21 +1,18 @@
 """What one rank writes: its files, and the part of the manifest that describes them."""
 
 import re
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from ..layout import Layout, itemsize
+from ._bytes import bytes_of
 from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_names, numel_of
-from ._safetensors import Entry, Written, bytes_of, entry_shape, write_bytes, write_safetensors
-
-_THREADS = 4
-
-K = TypeVar("K")
-R = TypeVar("R")
+from ._safetensors import Entry, Written, entry_shape, write_bytes, write_safetensors
+from ._threads import in_threads
 
 
 @dataclass(frozen=True)
@@ -63,22 +60,22 @@ def write_parts(
     planned = {group: [j for of in tensors.values() for j in _joined(of)] for group, tensors in groups.items()}
     names = _file_names(groups, rank)
 
-    def write(group: str) -> Written:
-        return write_safetensors(folder / names[group], _entries(declared.tensors, planned[group]))
-
-    files: list[FileEntry] = []
-    pieces: dict[str, list[Piece]] = defaultdict(list)
-    for group, written in in_threads(write, list(groups)).items():
-        for part, offset in zip(planned[group], written.offsets, strict=True):
-            pieces[part.tensor].append(Piece(len(files), offset, part.region))
-        files.append(FileEntry(names[group], written.nbytes, written.crc32))
-    tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
+    jobs: dict[str, Callable[[], Written]] = {
+        names[group]: partial(write_safetensors, folder / names[group], _entries(declared.tensors, planned[group]))
+        for group in groups
+    }
     layout_files: dict[str, str] = {}
-    for layout in dict.fromkeys(layouts.values()) if rank == 0 else ():
-        name = "layout.json" if not layout_files else f"layout-{len(set(layout_files.values()))}.json"
-        written = write_bytes(folder / name, layout.to_json().encode())
-        files.append(FileEntry(name, written.nbytes, written.crc32))
+    for at, layout in enumerate(dict.fromkeys(layouts.values()) if rank == 0 else ()):
+        name = f"layout-{at}.json" if at else "layout.json"
+        jobs[name] = lambda name=name, layout=layout: write_bytes(folder / name, layout.to_json().encode())
         layout_files |= {prefix: name for prefix, of in layouts.items() if of == layout}
+    done = in_threads(lambda name: jobs[name](), list(jobs))
+    files = [FileEntry(name, written.nbytes, written.crc32) for name, written in done.items()]
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for number, group in enumerate(groups):
+        for part, offset in zip(planned[group], done[names[group]].offsets, strict=True):
+            pieces[part.tensor].append(Piece(number, offset, part.region))
+    tensors = {name: replace(t, pieces=tuple(pieces[name])) for name, t in declared.tensors.items() if name in pieces}
     return replace(declared, files=tuple(files), tensors=declared.tensors | tensors, layouts=layout_files)
 
 
@@ -95,37 +92,6 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
     wrong += (f"  {name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
     if wrong:
         raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
-
-
-def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
-    """`function` of each key, a few at a time. The first error stops the rest.
-
-    Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
-    background may still be going on.
-    """
-    results: dict[K, R] = {}
-    errors: list[BaseException] = []
-    waiting = list(reversed(keys))
-
-    def work() -> None:
-        while not errors:
-            try:
-                key = waiting.pop()
-            except IndexError:
-                return
-            try:
-                results[key] = function(key)
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(keys)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return {key: results[key] for key in keys}
 
 
 class _Joined(NamedTuple):

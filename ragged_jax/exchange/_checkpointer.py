@@ -1,6 +1,7 @@
 """`Checkpointer`: saves a JAX training state while the training goes on, and restores it on other devices."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from ..checkpoint import BaseCheckpointer, Checkpoint, as_json, check_wanted, in_threads
+from ..fsdp import check_same_on_all_processes
 from ._state import items_of, layouts_of
 from ._transfer import parts_of, restored
 
@@ -86,19 +88,31 @@ class Checkpointer(BaseCheckpointer):
         Raises:
           FileNotFoundError: there is no checkpoint, or not of this step.
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
+          ValueError: of several processes, one wants another state or could not read its part; the same on all.
         """
         with self.open(step) as checkpoint:
-            return restore_from(checkpoint, like, cast=cast)
+            return restore_from(checkpoint, like, cast=cast, timeout=self._timeout)
 
 
-def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False) -> T:
-    """A state from an open checkpoint of any kind; see `Checkpointer.restore`."""
+def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False, timeout: float = 600.0) -> T:
+    """A state from an open checkpoint of any kind; see `Checkpointer.restore`.
+
+    What the processes want is compared before anything is read, and no process goes on when another one has failed.
+    """
     items, build = items_of(like)
-    check_wanted(checkpoint, {n: t for item in items for n, t in item.tensors().items()}, cast)
-    slabs = [at for at, item in enumerate(items) if item.held is not None]
-    done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
-    rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
-    done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+    wanted = {n: t for item in items for n, t in item.tensors().items()}
+    same = partial(check_same_on_all_processes, what="the states to restore", timeout_s=timeout)
+    same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
+    try:
+        check_wanted(checkpoint, wanted, cast)
+        slabs = [at for at, item in enumerate(items) if item.held is not None]
+        done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+        rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
+        done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+    except Exception as error:
+        same({"restored": f"{type(error).__name__}: {error}"})
+        raise
+    same({"restored": "yes"})
     return build([done[at] for at in range(len(items))])
 
 

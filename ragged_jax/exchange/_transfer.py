@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, numpy_dtype, runs_of
+from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, empty, numpy_dtype, runs_of
 from ..fsdp import array_from_parts
 from ._holding import Holding
 from ._state import PYTHON, Item, is_key, region_of, sharding_of
@@ -31,12 +31,18 @@ def parts_of(items: Sequence[Item], rank: int, *, copy: bool) -> Iterator[Part]:
                 continue
             for shard in leaf.addressable_shards:
                 if shard.replica_id == 0:
-                    data = np.array(shard.data) if copy else np.asarray(shard.data)
+                    data = _copied(shard.data) if copy else np.asarray(shard.data)
                     yield from _shard_parts(item, leaf.shape, shard, data)
         elif rank == 0:
             dtype = PYTHON.get(type(item.leaf))
             data = np.array(item.leaf, dtype and np.dtype(dtype))
             yield Part(item.name, ((0, data.size),), data, _REST)
+
+
+def _copied(data: Any) -> np.ndarray:
+    copy = empty(data.shape, data.dtype)
+    np.copyto(copy, data)
+    return copy
 
 
 def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarray) -> Iterator[Part]:
@@ -102,25 +108,26 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool
     leaf, sharding = item.leaf, sharding_of(item)
     local = sharding.shard_shape(leaf.shape)
 
-    def read(region: Region) -> np.ndarray:
-        buffer = _aligned_zeros(local, leaf.dtype)
-        flat = buffer.reshape(-1)
-        for s in held.segments(tuple(slice(*span) for span in region)):
-            checkpoint.read_part(
-                s.tensor, s.start, flat[s.offset :][: s.stop - s.start], held.placement(s.tensor), cast=cast
-            )
-        return buffer
-
-    part = _once(lambda index: region_of(index, leaf.shape), read)
+    indices: Any = sharding.addressable_devices_indices_map(leaf.shape).values()
+    regions = sorted({region_of(index, leaf.shape) for index in indices})
+    buffers = dict(zip(regions, _buffers(len(regions), local, leaf.dtype), strict=True))
+    with checkpoint.batch() as batch:
+        for region, buffer in buffers.items():
+            flat, segments = buffer.reshape(-1), held.segments(tuple(slice(*span) for span in region))
+            if sum(s.stop - s.start for s in segments) < flat.size:
+                flat[:] = 0  # the padding
+            for s in segments:
+                out, placement = flat[s.offset :][: s.stop - s.start], held.placement(s.tensor)
+                checkpoint.read_part(s.tensor, s.start, out, placement, cast=cast, batch=batch)
+    part = _once(lambda index: region_of(index, leaf.shape), buffers.pop)
     return array_from_parts(leaf.shape, sharding, part, dtype=leaf.dtype)
 
 
-def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros that jax takes on CPU without a copy."""
+def _buffers(count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:
+    """Arrays in one piece of memory."""
     nbytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    rows = empty((count, nbytes + -nbytes % ALIGNMENT), np.dtype(np.uint8))
+    return [row[:nbytes].view(dtype).reshape(shape) for row in rows]
 
 
 def _once(key: Callable[[Any], Any], read: Callable[[Any], np.ndarray]) -> Callable[[Any], np.ndarray]:

@@ -195,12 +195,18 @@ class Unit:
     def _coordinates(self, slab: Slab, index: tuple[slice, ...]) -> dict[str, int]:
         """The place on each mesh axis of the device that holds this part of a slab's array."""
         found = {}
-        for size, part, names in zip(self.shape(slab), index, entries(self.spec(slab)), strict=True):
+        for (size, names), part in zip(self._dims_of[slab.name], index, strict=True):
             sizes = [self.mesh.shape[n] for n in names]
             block = (part.start or 0) // max(1, size // math.prod(sizes))
             for name, length in zip(reversed(names), reversed(sizes), strict=True):
                 block, found[name] = divmod(block, length)
         return found
+
+    @cached_property
+    def _dims_of(self) -> dict[str, list[tuple[int, Names]]]:
+        """Of each slab's array, the size and the mesh axes of each dim."""
+        slabs = self.bucket.slabs
+        return {s.name: list(zip(self.shape(s), entries(self.spec(s)), strict=True)) for s in slabs}
 
     def shard_at(self, slab: Slab, index: tuple[slice, ...]) -> int:
         """Which shard a part of the slab's array is, by its index as jax gives it."""

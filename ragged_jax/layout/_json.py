@@ -89,6 +89,8 @@ def _drop_empty(node: Any, names: Mapping[str, int]) -> set[str]:
 
 def _used(node: Any, names: Mapping[str, int], below: Any = None) -> set[str]:
     """Which of these names are fields somewhere in a document."""
+    if not names:
+        return set()
     children = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     found = set(names) & set(node) if isinstance(node, dict) else set()
     return found.union(*((below or _used)(child, names) for child in children))
