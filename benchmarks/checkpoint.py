@@ -21,6 +21,7 @@ import platform
 import shutil
 import tempfile
 import time
+import zlib
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -35,6 +36,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 import ragged_jax as rj
+from ragged_jax.checkpoint._bytes import crc32
 
 Way = tuple[Callable[[Path], object], Callable[[Path], object]]
 Seconds = dict[str, dict[str, list[float]]]
@@ -164,6 +166,18 @@ def quartiles(values: list[float], digits: int) -> str:
     return f"{middle} ({low} to {high})"
 
 
+def checksums(function: Callable[[memoryview], int]) -> float:
+    """GB/s of one core, chunk by chunk as the files have them. The best of five."""
+    data, chunk = memoryview(np.random.default_rng(0).bytes(64 << 20)), 1 << 18
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for at in range(0, data.nbytes, chunk):
+            function(data[at : at + chunk])
+        seconds.append(time.perf_counter() - start)
+    return data.nbytes / min(seconds) / 1e9
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--mib", type=int, default=256, help="of the state")
@@ -191,6 +205,7 @@ def main() -> None:
         seconds = measure(ways, args.rounds, Path(folder), warm=args.warm, used_memory=args.used_memory)
     load = os.getloadavg()
     print(f"{mib:.0f} MiB, {args.rounds} rounds, {os.cpu_count()} cores, load {load[0]:.1f}")
+    print(f"CRC32 {checksums(crc32):.1f} GB/s on one core, that of Python {checksums(zlib.crc32):.1f}")
     print("median (quartiles) of MiB/s, and of how many times as fast ragged is in the same round")
     for name, times in seconds.items():
         for what, values in times.items():
