@@ -39,6 +39,7 @@ import ragged_jax as rj
 from ragged_jax.checkpoint._bytes import crc32
 
 Way = tuple[Callable[[Path], object], Callable[[Path], object]]
+_fsync = os.fsync  # also when `--no-sync` puts nothing in its place
 Seconds = dict[str, dict[str, list[float]]]
 
 
@@ -119,10 +120,10 @@ def _files(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()]
 
 
-def _sync(path: Path) -> None:
+def _sync(path: Path, fsync: Callable[[int], None] | None = None) -> None:
     for file in _files(path):
         with open(file, "rb") as opened:
-            os.fsync(opened.fileno())
+            (fsync or os.fsync)(opened.fileno())
 
 
 def _drop_from_cache(path: Path) -> None:
@@ -145,7 +146,7 @@ def measure(ways: dict[str, Way], rounds: int, folder: Path, *, warm: bool, used
             path = folder / name
             for what, function in zip(("save", "load"), ways[name], strict=True):
                 if what == "load":
-                    os.sync()
+                    _sync(path, _fsync)
                     _drop_from_cache(path)
                     for file in _files(path) if warm else ():
                         file.read_bytes()
