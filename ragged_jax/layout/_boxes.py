@@ -19,6 +19,11 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def region(self) -> tuple[tuple[int, int], ...]:
+        """It as `(start, stop)` of every dim."""
+        return tuple((offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True))
+
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> tuple[Box, ...]:
     """Cuts elements `start` to `stop` of a tensor's row-major order into boxes.
