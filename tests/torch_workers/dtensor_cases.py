@@ -484,6 +484,7 @@ CASES: dict[str, Callable[[], None]] = {
     "optimizers": optimizers,
     "scaler": scaler,
     "sweep": lambda: sweep(0),
+    "sweep with empty ranks": lambda: sweep(1),
     "sweep of scalars": sweep_of_scalars,
     "replicated operands": replicated_operands,
     "checkpoints": checkpoints,
