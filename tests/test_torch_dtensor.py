@@ -9,7 +9,7 @@ from torch_jobs import run_ranks
 torch = pytest.importorskip("torch", reason="the torch extra is not installed")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [2, 4, *(pytest.param(n, marks=pytest.mark.deep) for n in (1, 3))])
 def test_cases(tmp_path, size):
     """Values equal those of whole tensors, or an error names the operation: see the cases in the worker."""
     failed = run_ranks("dtensor_cases.py", size, tmp_path, timeout=240)

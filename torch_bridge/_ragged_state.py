@@ -5,8 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from ragged_jax import layout
 
 from ._fully_shard import runtime_of
+from ._geometry import order_of
+from ._placement import RaggedShard
 from ._ragged_tensor import RaggedTensor
 from ._reduction import Slot
 
@@ -66,10 +71,13 @@ def ragged_optimizer_state_dict(
 
 
 def _ragged(module: nn.Module, slot: Slot, local: torch.Tensor, mesh: DeviceMesh) -> RaggedTensor:
-    name = slot.placement.tensor.name
-    if (dims := slot.seen.permutation_of(slot.placement.tensor.shape)) is None:
-        raise NotImplementedError(f"{name} has other dims in torch than in the layout, not just in another order")
-    return RaggedTensor.from_layout(runtime_of(module).layout, name, local, mesh, dims)
+    """As torch sees it, which may be another order of the dims than the layout's."""
+    shape, strides = tuple(slot.whole.shape), slot.whole.stride()
+    numels = [high - low for low, high in runtime_of(module).layout.ranges(slot.placement.tensor.name)]
+    stored_shape = tuple(shape[dim] for dim in order_of(shape, strides))
+    ragged = RaggedShard.of(layout.RaggedShard.from_numels(stored_shape, numels))
+    placements = [Replicate()] * (mesh.ndim - 1) + [ragged]
+    return RaggedTensor.from_local(local, mesh, placements, shape=shape, stride=strides)
 
 
 def _mesh(module: nn.Module) -> DeviceMesh:

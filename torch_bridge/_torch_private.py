@@ -12,7 +12,7 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 def reaches_subclasses(base: type[DTensor] = DTensor) -> bool:
     """Whether operations on a subclass of DTensor come to its own `__torch_dispatch__`.
 
-    Releases between the fast path of DTensor in C++ (late 2025) and its repair (spring of 2026) pass it by.
+    Releases between the fast path of DTensor in C++ (late 2025) and its repair (spring of 2026) may pass it by.
     """
     seen = []
 

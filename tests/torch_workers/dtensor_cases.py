@@ -333,7 +333,7 @@ def fully_sharded(mesh: DeviceMesh | None = None) -> None:
     def state(model, optimizer):
         return {"model": tb.ragged_state_dict(model), "optim": tb.ragged_optimizer_state_dict(model, optimizer)}
 
-    (a, opt_a), (b, opt_b) = make(), make(units=nn.Linear, block=values.rows(2))
+    (a, opt_a), (b, opt_b) = make(names=tb.flax_names(Model())), make(units=nn.Linear, block=values.rows(2))
     train(a, opt_a, 2)
     train(b, opt_b, 1)
     for name, x in tb.full_state_dict(a).items():
@@ -484,6 +484,7 @@ CASES: dict[str, Callable[[], None]] = {
     "optimizers": optimizers,
     "scaler": scaler,
     "sweep": lambda: sweep(0),
+    "sweep with empty ranks": lambda: sweep(1),
     "sweep of scalars": sweep_of_scalars,
     "replicated operands": replicated_operands,
     "checkpoints": checkpoints,
