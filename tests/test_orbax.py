@@ -70,7 +70,7 @@ def test_anybody_reads_the_tensors(saved):
 
 def test_what_another_program_saved(tmp_path):
     """By another checkpointer, in its other file formats; and back from arrays that Orbax has restored."""
-    params = tree(np.random.default_rng(1)) | {"none": np.zeros(1)}
+    params = tree(np.random.default_rng(1)) | {"none": np.zeros(1, np.float32)}
     like = rj.shard_tree(jax.tree.map(jnp.zeros_like, params), make_mesh(5), axis="fsdp")
     for number, options in enumerate(({"use_ocdbt": False}, {"use_zarr3": True})):
         path = tmp_path / str(number)
