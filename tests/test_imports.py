@@ -33,6 +33,8 @@ def probe(imports: str) -> subprocess.CompletedProcess:
         "ragged_jax.optim",
         "ragged_jax.optim._reference",
         "ragged_jax.optim._muon_reference",
+        "ragged_jax.optim._blocks",
+        "ragged_jax.optim._routes",
     ],
 )
 def test_the_core_imports_no_framework(module):
@@ -154,6 +156,7 @@ def test_the_optimizers():
         "MuonState",
         "Routing",
         "ScaleByAdam8bitState",
+        "StochasticRoundingState",
         "adamw8bit",
         "add_decayed_weights",
         "clip_by_global_norm",
@@ -170,6 +173,8 @@ def test_the_optimizers():
         "scale_by_adam8bit",
         "scale_by_muon",
         "scale_by_path",
+        "stochastic_round",
+        "stochastic_rounding",
         "tensor_norms",
         "with_tensors",
     ]

@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._base import BaseCheckpointer as BaseCheckpointer
+    from ._base import as_json as as_json
+    from ._base import check_wanted as check_wanted
     from ._checkpoint import Checkpoint as Checkpoint
     from ._checkpoint import find_sources as find_sources
     from ._checkpoint import numpy_dtype as numpy_dtype
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from ._write import in_threads as in_threads
 
 _HOME = {
+    "_base": ("BaseCheckpointer", "as_json", "check_wanted"),
     "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
     "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..layout import Link
+from ..layout import Link, boxes
 from ._manifest import Region
 
 _CALL_NBYTES = 1 << 15  # reading on is cheaper than another call, up to about so many bytes
@@ -27,32 +27,6 @@ class Window(NamedTuple):
     numel: int
     shape: tuple[int, ...]
     picks: tuple[slice, ...]
-
-
-def boxes(start: int, stop: int, dims: tuple[int, ...]) -> Iterator[Region]:
-    """The boxes that a range of row-major elements consists of, in order.
-
-    Example:
-      >>> list(boxes(2, 7, (3, 3)))
-      [((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1))]
-    """
-    if start >= stop:
-        return
-    if not dims:
-        yield ()
-        return
-    inner = math.prod(dims[1:])
-    (low, head), (high, tail) = divmod(start, inner), divmod(stop, inner)
-    if low == high:
-        yield from (((low, low + 1), *box) for box in boxes(head, tail, dims[1:]))
-        return
-    if head:
-        yield from (((low, low + 1), *box) for box in boxes(head, inner, dims[1:]))
-        low += 1
-    if low < high:
-        yield ((low, high), *((0, size) for size in dims[1:]))
-    if tail:
-        yield from (((high, high + 1), *box) for box in boxes(0, tail, dims[1:]))
 
 
 def windows(box: Region, dims: tuple[int, ...], itemsize: int, max_nbytes: int) -> Iterator[Window]:
@@ -107,7 +81,7 @@ def fill(link: Link, first: int, out: np.ndarray, read: Read, max_nbytes: int) -
       max_nbytes: to hold besides.
     """
     at = 0
-    for box in boxes(first, first + len(out), link.target_dims):
+    for box in (box.region for box in boxes(link.target_dims, first, first + len(out))):
         sizes = tuple(high - low for low, high in box)
         numel = math.prod(sizes)
         if _takes_part(box, link.target_index):

@@ -14,10 +14,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..checkpoint import CheckpointError, Manifest, TensorEntry
-from ..checkpoint._boxes import boxes
 from ..checkpoint._views import RowMajor, whole
 from ..fsdp import Unit
-from ..layout import Link
+from ..layout import Link, boxes
 from ._checkpointer import restore_from
 from ._redistribute import redistribute
 from ._state import is_key, items_of
@@ -139,8 +138,8 @@ class OrbaxFolder(RowMajor):
 
     def read_source(self, source: str, first: int, out: np.ndarray) -> None:
         array, at = self._open(source), 0
-        for box in boxes(first, first + len(out), self.entry(source).shape):
-            part = np.asarray(array[tuple(slice(*span) for span in box)].read().result()).reshape(-1)
+        for box in boxes(self.entry(source).shape, first, first + len(out)):
+            part = np.asarray(array[tuple(slice(*span) for span in box.region)].read().result()).reshape(-1)
             out[at : at + part.size] = part.view(out.dtype)
             at += part.size
 

@@ -10,6 +10,8 @@ from ._block import elements as elements
 from ._block import rows as rows
 from ._block import tile as tile
 from ._block import whole as whole
+from ._boxes import Box as Box
+from ._boxes import boxes as boxes
 from ._dims import Link as Link
 from ._dtypes import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from ._dtypes import itemsize as itemsize
