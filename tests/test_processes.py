@@ -169,6 +169,15 @@ def test_what_is_saved_two_processes_restore(pair):
     assert not (pair["out"] / "never").exists() or not list((pair["out"] / "never").glob("step_*"))
 
 
+def test_the_formats_of_others(pair):
+    """Both write and read what is theirs; where the first one fails the other does not wait for it."""
+    for results in pair["results"]:
+        assert results["exchange"]["back"] == 2 * [np.arange(35.0).reshape(7, 5).tolist()]
+        assert "b: extra, no rule speaks of it" in results["exchange"]["again"]["message"]
+    assert not list(pair["out"].glob("*other*"))
+    assert not list(pair["out"].glob(".hf*"))
+
+
 def test_a_killed_process_ends_the_other_with_an_error(pair):
     assert pair["returned"][1] == -9
     assert pair["returned"][0] not in (0, None)

@@ -109,6 +109,20 @@ def checkpointing(mesh) -> None:
     RESULTS["disagreeing"]["damaged"] = failing(lambda: rj.Checkpointer(damaged).restore(like, step=1))
 
 
+def exchange(mesh) -> dict:
+    """A sharded tree to the formats of others and back; and where the first process alone fails."""
+    names = rj.NameMap((("w", "weight", "in out -> out in"), ("b", "bias")))
+    tree = rj.shard_tree({"w": np.arange(35.0).reshape(7, 5), "b": np.ones(5)}, mesh, axis="fsdp")
+    zeros = jax.tree.map(lambda x: x * 0, tree)
+    rj.save_huggingface(OUT / "hf", tree, names)
+    rj.save_orbax(OUT / "orbax", tree)
+    back = [rj.load_huggingface(OUT / "hf", zeros, names), rj.load_orbax(OUT / "orbax", zeros)]
+    return {
+        "back": [rj.get(tree, "w").tolist() for tree in back],
+        "again": failing(lambda: rj.save_huggingface(OUT / "other", tree, rj.NameMap((("w", "w"),)))),
+    }
+
+
 def save() -> None:
     (OUT / f"results{RANK}.json").write_text(json.dumps(RESULTS))
 
@@ -119,6 +133,7 @@ def main() -> None:
     RESULTS["disagreeing"] = disagreeing(mesh)
     training(mesh)
     checkpointing(mesh)
+    RESULTS["exchange"] = exchange(mesh)
     # Rank 1 takes another path through the program for a while.
     if RANK == 0:
         RESULTS["missing"] = failing(lambda: rj.check_same_on_all_processes({}, what="the configs", timeout_s=1.0))
