@@ -16,7 +16,7 @@ import ragged_jax as rj  # noqa: E402
 import torch_bridge as tb  # noqa: E402
 from ragged_jax.optim import code_map, fused_adamw8bit, muon_reference  # noqa: E402
 from ragged_jax.optim._reference import Adam8bit  # noqa: E402
-from torch_bridge.optim._codes import encode  # noqa: E402
+from torch_bridge.optim._codes import Scratch, encode  # noqa: E402
 
 SHAPES = {"w": (96, 128), "odd": (101, 48), "experts": (3, 50, 70), "small": (7, 9), "embed": (90, 60)}
 OPTIMIZERS = [tb.optim.AdamW, tb.optim.AdamW8bit, tb.optim.Muon]
@@ -112,7 +112,9 @@ def test_codes_are_those_of_a_search(name, signed):
     x = np.concatenate([rng.uniform(-1, 1, 500_000), 10 ** rng.uniform(-12, 0, 500_000), special]).clip(-1, 1)
     x = torch.from_numpy((x if signed else np.abs(x)).astype(np.float32))
     want = torch.bucketize(x, torch.from_numpy(table.midpoints))
-    assert torch.equal(encode(x, torch.ones(()), table).long(), want)
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    encode(x, torch.ones(()), table, 0, codes, Scratch())
+    assert torch.equal(codes.long(), want)
 
 
 def test_muon_is_the_reference():
