@@ -217,7 +217,10 @@ def test_what_torch_asks_of_an_optimizer(kind):
     twin["up"](x).square().mean().backward()
     other.step()
     assert torch.equal(twin["up"].weight, model["up"].weight)
+    other.init_state()  # of what was not used, too
     assert other.num_steps == 4
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(other)
     smaller = torch.nn.ModuleDict({"up": torch.nn.Linear(7, 80), "unused": torch.nn.Linear(3, 3)})
     with pytest.raises(ValueError, match=r"another rank or number of ranks.*\n  up/weight"):
         kind(smaller.named_parameters()).load_state_dict(optimizer.state_dict())
