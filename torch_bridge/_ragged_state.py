@@ -66,7 +66,10 @@ def ragged_optimizer_state_dict(
 
 
 def _ragged(module: nn.Module, slot: Slot, local: torch.Tensor, mesh: DeviceMesh) -> RaggedTensor:
-    return RaggedTensor.from_layout(runtime_of(module).layout, slot.placement.tensor.name, local, mesh)
+    name = slot.placement.tensor.name
+    if (dims := slot.seen.permutation_of(slot.placement.tensor.shape)) is None:
+        raise NotImplementedError(f"{name} has other dims in torch than in the layout, not just in another order")
+    return RaggedTensor.from_layout(runtime_of(module).layout, name, local, mesh, dims)
 
 
 def _mesh(module: nn.Module) -> DeviceMesh:

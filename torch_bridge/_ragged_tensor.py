@@ -95,11 +95,14 @@ class RaggedTensor(DTensor):
         return _Redistribute.apply(tensor, tuple(placements))  # pyright: ignore[reportReturnType]
 
     @staticmethod
-    def from_layout(layout: Layout, name: str, local: torch.Tensor, mesh: DeviceMesh) -> "RaggedTensor":
+    def from_layout(
+        layout: Layout, name: str, local: torch.Tensor, mesh: DeviceMesh, dims: Sequence[int] | None = None
+    ) -> "RaggedTensor":
         """A tensor of a layout, from this rank's elements of it, in stored order.
 
         Mesh dims are taken by name where the tensor is split over other axes (tensor parallelism). Of the rest the
-        last one is that of the shards, and those before hold replicas.
+        last one is that of the shards, and those before hold replicas. `dims` are the layout's dims in the order in
+        which the tensor is to have them, where that is another.
 
         Raises:
           ValueError: it is stored tile by tile or belongs to stacked layers, or the mesh is another one.
@@ -126,7 +129,8 @@ class RaggedTensor(DTensor):
         ragged = RaggedShard.of(values.RaggedShard.from_numels(placement.stored_shape, numels))
         last = RaggedShard(ragged.dims, ragged.local_units, cuts)
         placements = [last if i == rest[-1] else over.get(i, Replicate()) for i in range(mesh.ndim)]
-        shape = spec.full_shape
+        dims = range(len(spec.shape)) if dims is None or spec.splits else dims
+        shape, order = tuple(spec.full_shape[dim] for dim in dims), tuple(dims.index(dim) for dim in order)
         return RaggedTensor.from_local(local, mesh, placements, shape=shape, stride=strides_of(shape, order))
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

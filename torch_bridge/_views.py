@@ -32,6 +32,11 @@ class Seen:
         """From how the layout's tensor is made of torch's."""
         return cls(link.target_dims, tuple(link.axes.index(dim) for dim in range(len(link.axes))), shape)
 
+    def permutation_of(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The dims of the layout's tensor, of this shape, in torch's order; None where one is split or joined."""
+        same = self.dims == shape and tuple(shape[dim] for dim in self.order) == self.shape
+        return self.order if same else None
+
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
         """Torch's tensor, a view. RuntimeError where it is none."""
         return tensor.view(self.dims).permute(self.order).view(self.shape)
