@@ -84,8 +84,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"a copy of {type(self).__name__} would not know where its parameters lie; make another one for the copied "
-            "parameters and give it `state_dict()`"
+            f"a copy of {type(self).__name__} would not know where its parameters lie; make another one for the "
+            "copied parameters and give it `state_dict()`"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
