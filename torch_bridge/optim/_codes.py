@@ -54,7 +54,7 @@ def product(x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torc
 
 
 def sqrt_(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The square root, rounded right: in float32 torch's own on a CPU is one off for every fifth number."""
+    """The square root, rounded right, as torch's own in float32 on a CPU is not."""
     if x.device.type != "cpu":
         return x.sqrt_()
     return x.copy_(scratch("root", x, torch.float64).copy_(x).sqrt_())
