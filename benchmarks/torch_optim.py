@@ -1,7 +1,7 @@
 """One optimizer step in torch on the parameters of a fully sharded transformer, in one process.
 
 All update the same parameters with gradients of their own size, in turn, each round a ratio to the first: on a shared
-machine only the ratios mean something. Muon has nobody to exchange with here.
+machine only the ratios mean something. Muon has nobody to exchange with here, its time is matrix products.
 
     python benchmarks/torch_optim.py --rounds 15 --out benchmarks/results
 """

@@ -58,8 +58,7 @@ class Config:
 def start(config: Config, mesh: Mesh) -> tuple[GPT, nnx.Optimizer]:
     """The untrained model and its optimizer."""
     make = lambda: GPT(config.model, rngs=nnx.Rngs(config.seed))
-    label = {"blocks/*/kernel": "matrix"}  # so that Muon's tensors share no slab with AdamW's
-    model = rj.fully_shard(make, mesh, axis="fsdp", units=Block, block=BLOCK, label=label)
+    model = rj.fully_shard(make, mesh, axis="fsdp", units=Block, block=BLOCK)
     adamw = rj.optim.adamw8bit(config.learning_rate, b2=0.95, weight_decay=0.01)
     optimizer = nnx.Optimizer(model, rj.optim.muon(10 * config.learning_rate, adamw=adamw), wrt=nnx.Param)
     settle(optimizer, mesh)

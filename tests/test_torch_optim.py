@@ -16,7 +16,7 @@ import ragged_jax as rj  # noqa: E402
 import torch_bridge as tb  # noqa: E402
 from ragged_jax.optim import code_map, fused_adamw8bit, muon_reference  # noqa: E402
 from ragged_jax.optim._reference import Adam8bit  # noqa: E402
-from torch_bridge.optim._codes import encode  # noqa: E402
+from torch_bridge.optim._codes import Scratch, encode  # noqa: E402
 
 SHAPES = {"w": (96, 128), "odd": (101, 48), "experts": (3, 50, 70), "small": (7, 9), "embed": (90, 60)}
 OPTIMIZERS = [tb.optim.AdamW, tb.optim.AdamW8bit, tb.optim.Muon]
@@ -112,7 +112,9 @@ def test_codes_are_those_of_a_search(name, signed):
     x = np.concatenate([rng.uniform(-1, 1, 500_000), 10 ** rng.uniform(-12, 0, 500_000), special]).clip(-1, 1)
     x = torch.from_numpy((x if signed else np.abs(x)).astype(np.float32))
     want = torch.bucketize(x, torch.from_numpy(table.midpoints))
-    assert torch.equal(encode(x, torch.ones(()), table).long(), want)
+    codes = torch.empty(x.shape, dtype=torch.uint8)
+    encode(x, torch.ones(()), table, 0, codes, Scratch())
+    assert torch.equal(codes.long(), want)
 
 
 def test_muon_is_the_reference():
@@ -215,7 +217,10 @@ def test_what_torch_asks_of_an_optimizer(kind):
     twin["up"](x).square().mean().backward()
     other.step()
     assert torch.equal(twin["up"].weight, model["up"].weight)
+    other.init_state()  # of what was not used, too
     assert other.num_steps == 4
+    with pytest.raises(TypeError, match="state_dict"):
+        copy.deepcopy(other)
     smaller = torch.nn.ModuleDict({"up": torch.nn.Linear(7, 80), "unused": torch.nn.Linear(3, 3)})
     with pytest.raises(ValueError, match=r"another rank or number of ranks.*\n  up/weight"):
         kind(smaller.named_parameters()).load_state_dict(optimizer.state_dict())

@@ -18,8 +18,7 @@ def state_on(num_devices: int, seed: int, kind: str = "adamw") -> dict:
     """A model, its optimizer's state and a key, all of random bits; counters are 9."""
     rng = np.random.default_rng(seed)
     if kind == "muon":
-        label = {"blocks/*/kernel": "matrix"}  # what both optimizers have a part of is in no other job's state
-        model = make_sharded(num_devices, rj.elements(256), label=label)
+        model = make_sharded(num_devices, rj.elements(256))  # the optimizers share slabs
         tx = rj.optim.muon(0.02, adamw=rj.optim.adamw8bit(3e-3))
     else:
         model, tx = make_sharded(num_devices), optax.adamw(3e-3)

@@ -40,8 +40,8 @@ class Moments:
                     return moment, kind, path[len(head) + 1 :]
         return None
 
-    def holding(self, of: SlabOf, moment: str, kind: str, rest: str) -> Holding:
-        """How one of the three arrays of a slab's moment holds tensors.
+    def holding(self, of: SlabOf, moment: str, kind: str, rest: str, only: frozenset[str] | None = None) -> Holding:
+        """How one of the three arrays of a slab's moment holds tensors: all of the slab's, or some only.
 
         Raises:
           ValueError: a device boundary cuts blocks; every such tensor is listed.
@@ -52,14 +52,15 @@ class Moments:
             raise not_whole(faults)
         prefix = join(self.path, moment, rest)
         blocks = {p.tensor.name: quantisation.block_of(p.tensor.name, p.tensor.shape) for p in of.slab.placements}
-        said = {name: self._attributes(moment, block) for name, block in blocks.items() if block}
+        mine = {name for name in blocks if only is None or name in only}
+        said = {name: self._attributes(moment, block) for name, block in blocks.items() if block and name in mine}
         if kind == CODES:
             return InSlab(of, prefix, CODES, frozenset(said), said)
         if kind == SCALES:
             return _scales(of, prefix, grid, blocks, said)
         if not grid.parts:
-            return InSlab(of, prefix)
-        return _exact(of, prefix, grid, [p for p in of.slab.placements if not blocks[p.tensor.name]])
+            return InSlab(of, prefix, only=only)
+        return _exact(of, prefix, grid, [p for p in of.slab.placements if not blocks[p.tensor.name]], mine)
 
     def ordinary(
         self, moment: str, kind: str, rest: str
@@ -99,7 +100,7 @@ def _scales(of: SlabOf, prefix: str, grid: Grid, blocks: dict, said: dict) -> Co
         if not (block := blocks[tensor.name]):
             continue
         count = num_blocks(Part(tensor.shape, block, 0))
-        for layer in range(bucket.num_copies):
+        for layer in range(bucket.num_copies) if tensor.name in said else ():
             name = join(prefix, layer_name(bucket, tensor.name, layer), SCALES)
             entries[name] = TensorEntry("float32", (count,), attributes=said[tensor.name])
         members += [(tensor.name, part, runs) for part, runs in _numbered(p, block, count)]
@@ -108,7 +109,7 @@ def _scales(of: SlabOf, prefix: str, grid: Grid, blocks: dict, said: dict) -> Co
         held = []
         for at, (tensor, part, runs) in enumerate(members):
             start, stop = max(low, part.offset) - part.offset, min(high, part.offset + part.numel) - part.offset
-            if start >= stop:
+            if start >= stop or tensor not in said:
                 continue
             first, last = int(part.block_of(start)), int(part.block_of(stop - 1))
             for layer in range(bucket.num_copies):
@@ -135,9 +136,9 @@ def _numbered(placement: Placement, block: Block, count: int) -> Iterator[tuple[
         yield part, [(run.first, run.at, run.numel) for run in runs_of(box, grid)]
 
 
-def _exact(of: SlabOf, prefix: str, grid: Grid, placements: Sequence[Placement]) -> Compact:
+def _exact(of: SlabOf, prefix: str, grid: Grid, placements: Sequence[Placement], mine: set[str]) -> Compact:
     bucket = of.unit.bucket
-    slab = replace(of.slab, placements=tuple(placements))
+    slab = replace(of.slab, placements=tuple(p for p in placements if p.tensor.name in mine))
     entries = slab_tensors(bucket, slab, prefix=prefix, dtype="float32")
     found: dict[str, Placement] = {}
     shards: list[list[Segment]] = [[] for _ in range(grid.num_devices)]
@@ -147,7 +148,7 @@ def _exact(of: SlabOf, prefix: str, grid: Grid, placements: Sequence[Placement])
     filled = [p for p in placements if p.tensor.numel]
     for k, (low, _) in enumerate(pairwise(grid.bounds)):
         for p, (start, numel, first) in zip(filled, grid.exact_runs[k].tolist(), strict=True):
-            for layer in range(bucket.num_copies) if numel else ():
+            for layer in range(bucket.num_copies) if numel and p.tensor.name in mine else ():
                 name, begin = join(prefix, layer_name(bucket, p.tensor.name, layer)), low + start - p.offset
                 shards[k].append(Segment(name, begin, begin + numel, HERE, layer * grid.num_exact + first))
     return Compact(of, grid.num_exact, entries, shards, found)

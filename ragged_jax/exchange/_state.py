@@ -5,9 +5,9 @@ model's variables, becomes the tensors in it, under the path of the tree and the
 Every other leaf is a tensor under its own path. Flax objects are taken as their states, so ties are saved once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -20,11 +20,14 @@ from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
 from ..optim._adam8bit import ScaleByAdam8bitState
+from ..optim._masks import PartitionState
 from ._holding import Holding, InSlab
 from ._quantised import EMPTY, Moments
 
 PYTHON = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _IMPL = "prng_impl"
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,13 @@ def items_of(state: Any) -> tuple[list[Item], Callable[[Sequence[Any]], Any]]:
         found, build = _node_items(_name(path), node)
         raws += found
         builders.append((len(found), build))
-    moments = _moments(state)
-    items = [_item(raw, moments) for raw in raws]
+    moments = [Moments(path, x) for path, x in _nodes(state, ScaleByAdam8bitState)]
+    owned = [
+        (join(path, "inner", label), x.labels.tensors(label))
+        for path, x in _nodes(state, PartitionState)
+        for label in x.inner
+    ]
+    items = [_item(raw, moments, owned) for raw in raws]
     _check(items)
 
     def build_all(leaves: Sequence[Any]) -> Any:
@@ -119,21 +127,15 @@ def items_of(state: Any) -> tuple[list[Item], Callable[[Sequence[Any]], Any]]:
     return items, build_all
 
 
-def _moments(state: Any) -> list[Moments]:
-    """The states of 8-bit optimizers, wherever they are."""
+def _nodes(state: Any, kind: type[K]) -> Iterator[tuple[str, K]]:
+    """The states of this type, wherever they are, with their paths."""
 
     def stops(x: Any) -> bool:
-        return isinstance(x, (*_NODES, ScaleByAdam8bitState))
+        return isinstance(x, (*_NODES, kind))
 
-    found = []
     for path, node in tree_flatten_with_path(state, is_leaf=stops)[0]:
         inner = nnx.iter_graph(node) if isinstance(node, nnx.Pytree) else [((), node)]
-        found += [
-            Moments(join(_name(path), *map(str, below)), x)
-            for below, x in inner
-            if isinstance(x, ScaleByAdam8bitState)
-        ]
-    return found
+        yield from ((join(_name(path), *map(str, below)), x) for below, x in inner if isinstance(x, kind))
 
 
 _NODES = (ShardedTree, nnx.State, nnx.Pytree, nnx.Variable)
@@ -170,8 +172,10 @@ def _marked(prefix: str, node: ShardedTree) -> ShardedTree:
     return node.replace(slabs, {name: _marked(prefix, child) for name, child in node.children.items()})
 
 
-def _item(raw: _Raw, moments: Sequence[Moments]) -> Item:
+def _item(raw: _Raw, moments: Sequence[Moments], owned: Sequence[tuple[str, frozenset[str]]]) -> Item:
+    """A leaf by tensor. Of an array that optimizers share, only what belongs to the one whose state it is."""
     of, path = raw.of, raw.name if raw.of is None else join(raw.name, raw.suffix)
+    only = next((names for head, names in owned if path.startswith(f"{head}/")), None)
     place = next(((m, found) for m in moments if (found := m.find(path))), None)
     if of is None:
         if place and (known := place[0].ordinary(*place[1])):
@@ -181,9 +185,9 @@ def _item(raw: _Raw, moments: Sequence[Moments]) -> Item:
     not_split([of.slab], "a checkpoint")
     if place:
         moment, kind, rest = place[1]
-        return Item(join(place[0].path, moment, rest), raw.leaf, place[0].holding(of, moment, kind, rest))
+        return Item(join(place[0].path, moment, rest), raw.leaf, place[0].holding(of, moment, kind, rest, only))
     if tuple(raw.leaf.shape) == of.unit.shape(of.slab):
-        return Item(raw.name, raw.leaf, InSlab(of, raw.name, raw.suffix))
+        return Item(raw.name, raw.leaf, InSlab(of, raw.name, raw.suffix, only))
     return Item(join(raw.name, "slabs", of.unit.bucket.name, of.name, raw.suffix), raw.leaf)
 
 

@@ -6,6 +6,7 @@ one tensor or of none.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -167,16 +168,35 @@ class _ByTensor:
         return jax.tree.unflatten(jax.tree.structure(tree), agreed(leaves, by_leaf(leaves, self._value)))
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Labels:
+    """The label of each tensor. A pytree node without leaves.
+
+    Attributes:
+      of: `(tensor, label)` of all tensors.
+    """
+
+    of: tuple[tuple[str, str], ...]
+
+    def tensors(self, label: str) -> frozenset[str]:
+        """What has this label."""
+        return frozenset(name for name, own in self.of if own == label)
+
+
 class PartitionState(NamedTuple):
     """The state of `partition`.
 
     Attributes:
-      inner: the state of each transform by label.
-      leaves: what the parameters' arrays are.
+      inner: the state of each transform by label. Where tensors of several labels share an array, each has state
+        for all of it, which is zero where others lie.
+      leaves: what the parameters' arrays are; static.
+      labels: of the tensors; static.
     """
 
     inner: dict[str, Any]
     leaves: Leaves
+    labels: Labels
 
 
 def partition(
@@ -228,7 +248,8 @@ def partition_by(
         leaves = leaves_of(params)
         found = verdicts(leaves)
         inner = {label: tx.init(part(params, found, label)) for label, tx in transforms.items()}
-        return PartitionState(_as_sharded(inner, leaves), leaves)
+        labels = Labels(tuple((tensor.name, label_of(tensor)) for tensor in tensors_of(leaves)))
+        return PartitionState(_as_sharded(inner, leaves), leaves, labels)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
@@ -242,7 +263,7 @@ def partition_by(
                     own = by_element(leaves.leaves[i], [m == label for m in mine], False)
                     out[i].append((own, next(each)))
         joined = [_join(parts) if parts else x for parts, x in zip(out, flat, strict=True)]
-        return jax.tree.unflatten(treedef, joined), PartitionState(inner, leaves)
+        return jax.tree.unflatten(treedef, joined), PartitionState(inner, leaves, state.labels)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

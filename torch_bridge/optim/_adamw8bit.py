@@ -15,11 +15,11 @@ from ragged_jax.optim._maps import CodeMap, MapName, code_map
 from ragged_jax.optim._reference import power
 
 from ._blocks import Quantised, Shape, blocks_of, cut_blocks
-from ._codes import decode, encode, flush, inverse, product, scales_of, sqrt
+from ._codes import Scratch, decode, encode, flush_, inverse, product, product_, scales_of, sqrt_
 from ._joined import Row, joined, zeros_beside
 from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
 
-CHUNK_ON_CPU, CHUNK = 2**16, 2**26
+CHUNK_ON_CPU, CHUNK = 2**17, 2**26
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -39,7 +39,7 @@ class AdamW8bit(ShardedOptimizer):
       clamp_second_moment: never rounds a second moment to zero unless its whole block is. False is the published
         rule, for exchange with other libraries.
       nesterov: looks one step ahead, as `torch.optim.NAdam` does.
-      chunk: elements that are worked on together: temporaries are a few times as large. By default 2**16 on a CPU
+      chunk: elements that are worked on together: temporaries are a few times as large. By default 2**17 on a CPU
         and 2**26 elsewhere.
 
     Raises:
@@ -106,7 +106,7 @@ class AdamW8bit(ShardedOptimizer):
                 self.state[p][moment] = x
 
     def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
-        rules = Rules.of(group)
+        rules, scratch = Rules.of(group), Scratch()
         for count, some in by_step((p, self.state[p]) for p in params).items():
             numbers = Numbers.of(group, count)
             rows: dict[Shape | None, list[Row]] = defaultdict(list)
@@ -120,7 +120,7 @@ class AdamW8bit(ShardedOptimizer):
             for shape, members in rows.items():
                 for row in members if shape and shape.ids else joined(members):
                     for part in self._chunks(shape, row):
-                        _step(rules, numbers, shape, part)
+                        _step(rules, numbers, shape, part, scratch)
             for p, own in strided.items():
                 p.copy_(own.view(p.shape))
 
@@ -202,46 +202,56 @@ class Numbers:
         return cls(*(float(np.float32(x)) for x in numbers))
 
 
-def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row) -> None:
+def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row, scratch: Scratch) -> None:
     """Updates parameters, codes and scales of one shape in place; without a shape, moments in float32."""
-    p, g, *moments = row
     if shape is None:
-        g, (m, v) = _finite(g), moments
-        for x, new in zip(moments, _moments(n, g, m, v), strict=True):
-            x.copy_(new)
-        return _apply(n, p, _direction(rules, n, g, m, v))
-    mc, ms, vc, vs = moments
-    g = _finite(shape.view(g))
-    m = decode(shape.view(mc), shape.spread(ms, g), rules.signed)
-    v = decode(shape.view(vc), shape.spread(vs, g), rules.unsigned)
-    m, v = _moments(n, g, m, v)
+        p, g, m, v = row
+        g = _finite(g, scratch)
+        _moments(n, g, m, v, scratch)
+        v = scratch("v", v).copy_(v)
+        return _apply(n, p, _direction(rules, n, g, m, v, scratch), scratch)
+    p, g, mc, ms, vc, vs = row
+    g = _finite(shape.view(g), scratch)
+    m, v = scratch("m", g), scratch("v", g)
+    decode(shape.view(mc), shape.spread(ms, g), rules.signed, m, scratch)
+    decode(shape.view(vc), shape.spread(vs, g), rules.unsigned, v, scratch)
+    _moments(n, g, m, v, scratch)
     for x, codes, scales, table, least in ((m, mc, ms, rules.signed, 0), (v, vc, vs, rules.unsigned, rules.at_least)):
-        scales.copy_(scales_of(shape.largest(x)))
-        shape.view(codes).copy_(encode(x, shape.spread(inverse(scales), x), table, least))
-    return _apply(n, shape.view(p), _direction(rules, n, g, m, v))
+        scales.copy_(scales_of(shape.largest(torch.abs(x, out=scratch("scaled", x)))))
+        encode(x, shape.spread(inverse(scales), x), table, least, shape.view(codes), scratch)
+    return _apply(n, shape.view(p), _direction(rules, n, g, m, v, scratch), scratch)
 
 
-def _finite(g: torch.Tensor) -> torch.Tensor:
+def _finite(g: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """In float32; what is not finite as NaN, what is not normal as zero."""
-    g = flush(g.float())
-    return g.add_(g - g)
+    g = flush_(scratch("g", g).copy_(g))
+    return g.add_(torch.sub(g, g, out=scratch("scaled", g)))
 
 
-def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    m = flush(product(m, n.b1).add_(product(g, n.c1)))
-    return m, flush(product(v, n.b2).add_(product(product(g, g), n.c2)))
+def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scratch: Scratch) -> None:
+    flush_(product_(m, n.b1).add_(product(g, n.c1, scratch("scaled", g))))
+    square = product(g, g, scratch("scaled", g))
+    flush_(product_(v, n.b2).add_(product_(square, n.c2)))
 
 
-def _direction(rules: Rules, n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _direction(
+    rules: Rules, n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scratch: Scratch
+) -> torch.Tensor:
+    """In memory of its own; `g` and `v` are scratch afterwards."""
+    out = scratch("out", g)
     if rules.nesterov:
-        ahead = product(product(m, n.ahead), n.b1)
-        first = flush(ahead.add_(product(product(g, n.correct1), n.c1)))
+        product_(product(m, n.ahead, out), n.b1)
+        flush_(out.add_(product_(product_(g, n.correct1), n.c1)))
     else:
-        first = product(m, n.correct1)
-    return flush(first.div_(sqrt(product(v, n.correct2)).add_(n.eps)))
+        product(m, n.correct1, out)
+    return flush_(out.div_(sqrt_(product_(v, n.correct2), scratch).add_(n.eps)))
 
 
-def _apply(n: Numbers, p: torch.Tensor, u: torch.Tensor) -> None:
+def _apply(n: Numbers, p: torch.Tensor, u: torch.Tensor, scratch: Scratch) -> None:
+    """Moves parameters along a direction, which is scratch afterwards."""
+    p32 = p if p.dtype == torch.float32 else scratch("p", u).copy_(p)
     if n.decay:
-        u = u.add_(product(p.float(), n.decay))
-    p.copy_(p.float() - product(u, n.lr))
+        u.add_(product(p32, n.decay, scratch("scaled", u)))
+    p32.sub_(product_(u, n.lr))
+    if p32 is not p:
+        p.copy_(p32)

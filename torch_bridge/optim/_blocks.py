@@ -38,8 +38,7 @@ class Shape:
         return x.view(-1, self.height, self.across, self.width)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
-        """The largest magnitude of each block of a view, 1-D. NaN is larger than all."""
-        x = x.abs()
+        """The largest of each block of a view of magnitudes, 1-D. NaN is larger than all."""
         if self.ids is not None:
             ids = self._numbers(x)
             return x.new_zeros(int(ids[-1]) + 1).scatter_reduce_(0, ids, x, "amax")

@@ -16,19 +16,48 @@ _LARGEST, _SMALLEST_SCALE = float(LARGEST), float(SMALLEST_SCALE)
 _SUBNORMAL = float(np.nextafter(TINY, np.float32(0)))  # the largest
 
 
-def flush(x: torch.Tensor) -> torch.Tensor:
-    """With subnormal numbers as zero."""
-    return torch.nn.functional.hardshrink(x, _SUBNORMAL)
+class Scratch:
+    """Memory for intermediate results that is taken once and used for every chunk of a step.
+
+    A result of its own for each operation would cost a CPU more in page faults than in arithmetic.
+    """
+
+    def __init__(self):
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
+
+    def __call__(self, name: str, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Memory of the shape of `like`; under one name, the same every time."""
+        key = name, dtype, like.device
+        if (view := self._views.get((*key, like.shape))) is None:
+            if key not in self._buffers or self._buffers[key].numel() < like.numel():
+                self._buffers[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+                self._views = {k: x for k, x in self._views.items() if k[:3] != key}
+            view = self._buffers[key][: like.numel()].view(like.shape)
+            self._views[(*key, like.shape)] = view
+        return view
 
 
-def product(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
-    """`x * y`, saturating at 2**125. NaN stays NaN."""
-    return flush(x * y).clamp_(-_LARGEST, _LARGEST)
+def flush_(x: torch.Tensor) -> torch.Tensor:
+    """In place, subnormal numbers as zero."""
+    return torch.ops.aten.hardshrink.out(x, _SUBNORMAL, out=x)
 
 
-def sqrt(x: torch.Tensor) -> torch.Tensor:
-    """The square root, rounded right: in float32 torch's own on a CPU is one off for every fifth number."""
-    return x.double().sqrt_().float() if x.device.type == "cpu" else x.sqrt()
+def product_(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+    """`x * y` in place of `x`, saturating at 2**125. NaN stays NaN."""
+    return flush_(x.mul_(y)).clamp_(-_LARGEST, _LARGEST)
+
+
+def product(x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+    """The same in `out`."""
+    return flush_(torch.mul(x, y, out=out)).clamp_(-_LARGEST, _LARGEST)
+
+
+def sqrt_(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """The square root, rounded right, as torch's own in float32 on a CPU is not."""
+    if x.device.type != "cpu":
+        return x.sqrt_()
+    return x.copy_(scratch("root", x, torch.float64).copy_(x).sqrt_())
 
 
 def scales_of(largest: torch.Tensor) -> torch.Tensor:
@@ -41,25 +70,29 @@ def inverse(scales: torch.Tensor) -> torch.Tensor:
     return torch.where(scales == 0, 0.0, scales.reciprocal())
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, table: CodeMap) -> torch.Tensor:
-    """The float32 numbers that codes stand for. `scales` broadcasts against them."""
-    values = _values(table, codes.device).index_select(0, codes.reshape(-1).int())
-    return flush(values.view(codes.shape).mul_(scales))
+def decode(codes: torch.Tensor, scales: torch.Tensor, table: CodeMap, out: torch.Tensor, scratch: Scratch):
+    """In `out`, the float32 numbers that codes stand for. `scales` broadcasts against them."""
+    index = scratch("cell", codes, torch.int32).copy_(codes)
+    torch.index_select(_values(table, codes.device), 0, index.view(-1), out=out.view(-1))
+    return flush_(out.mul_(scales))
 
 
-def encode(x: torch.Tensor, inverses: torch.Tensor, table: CodeMap, at_least: int = 0) -> torch.Tensor:
-    """uint8 codes of float32 numbers in blocks of these inverse scales, which broadcast against them.
+def encode(
+    x: torch.Tensor, inverses: torch.Tensor, table: CodeMap, at_least: int, out: torch.Tensor, scratch: Scratch
+) -> None:
+    """In `out`, uint8, codes of float32 numbers in blocks of these inverse scales, which broadcast against them.
 
     The upper 16 bits of a number select a cell that holds at most one midpoint; adding the lower ones to the cell's
     entry carries over where they exceed that midpoint's.
     """
-    bits = (x * inverses).view(torch.int32)
-    sign = bits >> 31
-    low = sign.bitwise_xor_(bits).bitwise_and_(0xFFFF)  # inverted for negative numbers, so that it rises
-    cell = (bits >> 16).bitwise_and_(0xFFFF)
-    code = _cells(table, x.device).index_select(0, cell.view(-1)).view(x.shape).add_(low)
-    code = code.bitwise_right_shift_(16)
-    return (code.clamp_(min=at_least) if at_least else code).to(torch.uint8)
+    bits = torch.mul(x, inverses, out=scratch("scaled", x)).view(torch.int32)
+    low = torch.bitwise_right_shift(bits, 31, out=scratch("low", x, torch.int32))
+    low.bitwise_xor_(bits).bitwise_and_(0xFFFF)  # inverted for negative numbers, so that it rises
+    cell = bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
+    code = scratch("cell", x, torch.int32)
+    torch.index_select(_cells(table, x.device), 0, cell.view(-1), out=code.view(-1))
+    code.add_(low).bitwise_right_shift_(16)
+    out.copy_(code.clamp_(min=at_least) if at_least else code)
 
 
 @cache

@@ -82,12 +82,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._locals: dict[torch.Tensor, Local] = {}
         super().__init__(params, defaults)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if not hasattr(self, "_locals"):  # a copy
-            self._locals = {}
-            for group in self.param_groups:
-                self._know(group)
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"a copy of {type(self).__name__} would not know where its parameters lie; make another one for the "
+            "copied parameters and give it `state_dict()`"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -174,12 +173,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def num_steps(self) -> int:
-        """Steps taken.
+        """Steps taken. Parameters that never had a gradient have no say.
 
         Raises:
           ValueError: parameters have taken different numbers; what JAX keeps is one for all.
         """
-        steps = {int(state["step"]) for state in self.state.values()}
+        steps = {int(state["step"]) for state in self.state.values()} - {0}
         if len(steps) > 1:
             raise ValueError(f"parameters have taken different numbers of steps: {sorted(steps)}")
         return next(iter(steps), 0)
