@@ -19,7 +19,8 @@ from ragged_jax.checkpoint import (
 )
 
 from ._dtypes import torch_dtype
-from ._items import Item, State
+from ._item import Item
+from ._items import State
 from ._state_names import StateNames
 
 

@@ -6,72 +6,25 @@ Fully sharded modules and their optimizers become the tensors of the layout, bel
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_jax.checkpoint import Checkpoint, TensorEntry, join
+from ragged_jax.checkpoint import Checkpoint, join
 from ragged_jax.layout import Layout, Placement, TensorSpec
 
 from ._dtypes import dtype_name, torch_dtype
 from ._fully_shard import runtime_of
 from ._homes import Home
+from ._item import REST, AsSaved, Item
 from ._reduction import Slot
 from ._state_names import StateNames, names_of
 from ._unit import Unit
 from .optim import ShardedOptimizer, StateTensor
 
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-_REST = "state"  # the file of what is in no unit
-
-
-@dataclass(frozen=True)
-class AsSaved:
-    """A tensor that torch has no use for and that is to be saved again as it was, such as a random key of JAX.
-
-    Give `AsSaved()` to `Checkpointer.restore`; what comes back can be saved.
-
-    Attributes:
-      value: the tensor.
-      attributes: what the checkpoint says of it.
-    """
-
-    value: torch.Tensor | None = None
-    attributes: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Item:
-    """A tensor of a state on this rank.
-
-    Attributes:
-      name: in the checkpoint.
-      placement: shape, dtype and order of the whole tensor.
-      span: which of its stored elements this rank has.
-      data: these, 1-D and contiguous. Restoring writes to it.
-      mine: whether this rank saves them, and not another one that has the same.
-      group: what is saved in one file.
-      attributes: what the checkpoint says of it.
-    """
-
-    name: str
-    placement: Placement
-    span: tuple[int, int]
-    data: torch.Tensor
-    mine: bool
-    group: str = _REST
-    attributes: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def entry(self) -> TensorEntry:
-        """What the checkpoint declares."""
-        tensor, order = self.placement.tensor, self.placement.axis_order
-        return TensorEntry(
-            dtype_name(self.data.dtype), tensor.shape, axis_order=order, attributes=dict(self.attributes)
-        )
 
 
 Build = Callable[[], Any]
@@ -234,7 +187,7 @@ class State:
         signed = "unsigned" if x.moment.endswith("nu") else "signed"
         attributes = {"block": repr(x.block), "code_map": f"{code_map} {signed}"} if x.block else {}
         placement = Placement(spec, 0, axis_order=x.axis_order)
-        mine, group = dist.get_rank() == 0, _REST
+        mine, group = dist.get_rank() == 0, REST
         if home is not None:
             mine, group = _is_first(home.unit), home.unit.bucket.name
             if not x.part:
