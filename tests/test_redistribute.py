@@ -127,7 +127,7 @@ def simulated(program, leaves, shape, sharding):
 ends = st.tuples(st.integers(1, 8), st.integers(0, 3), st.booleans())
 
 
-@settings(max_examples=400 if DEEP else 25)
+@settings(max_examples=settings().max_examples // 8)
 @given(ends, ends, st.sampled_from(["ragged", "from ordinary", "to ordinary"]), st.integers(0, 2**32))
 def test_any_layout_to_any_other(source, target, kind, seed):
     """On any number of devices, with every dtype, stacked or in a list; padding is never looked at."""
