@@ -17,16 +17,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ..fsdp._joined import vary
 from ..fsdp._runs import Message, Runs, granule_of, in_units, places, profile_of
 from ..layout import Segment, itemsize
 from ..planner import Exchange, exchange
 
 AXIS = "device"
 MAX_PADDING = 0.05
-_WINDOW_NBYTES = 1 << 19  # that are copied at a time
-_MAX_UNIT_NBYTES = 1 << 14
+_MAX_UNIT_NBYTES = 1 << 13
+_MAX_WINDOW_NBYTES = 1 << 19
 _LEAST_NBYTES = 1 << 16  # smaller limits would make many tiny messages
+_MAX_MESSAGES = 8  # of a phase: each costs every window a look
 
 Segments = tuple[tuple[Segment, ...], ...]
 
@@ -55,6 +55,7 @@ class Program:
       target: the shape of their parts of the new one.
       dtype: of all of them.
       granule: elements of a unit.
+      window: elements that are copied at a time.
       phases: what happens.
       exchange: the schedule that it follows.
     """
@@ -64,6 +65,7 @@ class Program:
     target: tuple[int, ...]
     dtype: str
     granule: int
+    window: int
     phases: tuple[Phase, ...]
     exchange: Exchange = field(compare=False)
 
@@ -116,7 +118,7 @@ def plan_program(
     for r in made.rounds:
         is_whole, takes = r.kind == "all_to_all", []
         length = r.numel * (num if is_whole else 1)
-        if messages and received + length - start > room:
+        if messages and (received + length - start > room or len(messages) == _MAX_MESSAGES):
             close()
         for t in r.transfers:
             sent, got = (t.receiver * r.numel, t.sender * r.numel) if is_whole else (0, 0)
@@ -126,7 +128,8 @@ def plan_program(
         messages.append(Message(r.kind, r.numel, () if is_whole else r.pairs, Runs.of(length, pool, num, takes)))
         received += length
     close()
-    return Program(mesh, sources, target, dtype, granule, tuple(phases), made)
+    window = min(limit // 16, _MAX_WINDOW_NBYTES) // itemsize(dtype)
+    return Program(mesh, sources, target, dtype, granule, window, tuple(phases), made)
 
 
 def _divisor(number: int, limit: int) -> int:
@@ -139,40 +142,48 @@ def _divisor(number: int, limit: int) -> int:
 
 @lru_cache(maxsize=1024)
 def compiled(program: Program) -> Any:
-    """The jitted program: arrays whose dim 0 is cut over all devices, in and out."""
+    """The jitted program: int32 zeros and arrays whose dim 0 is cut over all devices, in and out."""
     spec = PartitionSpec(AXIS)
     body = partial(_run, program)
-    specs = tuple(spec for _ in program.sources)
+    specs = tuple(spec for _ in (None, *program.sources))
     return jax.jit(jax.shard_map(body, mesh=program.mesh, in_specs=specs, out_specs=spec))
 
 
-def _run(program: Program, *arrays: jax.Array) -> jax.Array:
+def _run(program: Program, zeros: jax.Array, *arrays: jax.Array) -> jax.Array:
+    zero = zeros[0]  # which the compiler cannot know: it keeps it from making all messages at once
     pools = [_bits(x).reshape(-1, program.granule) for x in arrays]
     size = math.prod(program.target) // program.granule
-    out = vary(jnp.zeros((size, program.granule), pools[0].dtype), (AXIS,))
-    first = vary(jnp.zeros((), jnp.int32), (AXIS,))  # behind each round, so that they follow each other
+    out = _zeros(size, pools[0], zero)
     for at, phase in enumerate(program.phases):
-        length = sum(m.take.size for m in phase.messages)
-        received, end = vary(jnp.zeros((length, program.granule), out.dtype), (AXIS,)), 0
+        received = []
         for m in phase.messages:
-            empty = vary(jnp.zeros((m.take.size, program.granule), out.dtype), (AXIS,))
-            message = _filled(m.take, pools, empty, first)
+            message = _filled(program, m.take, pools, _zeros(m.take.size, out, zero), zero)
             if m.kind == "permute":
                 message = lax.ppermute(message, AXIS, m.pairs)
             else:
                 message = lax.all_to_all(message, AXIS, 0, 0, tiled=True)
-            received = lax.dynamic_update_slice_in_dim(received, message, end, 0)
-            end += m.take.size
-            first, received = lax.optimization_barrier((first, received))
-        out = _filled(phase.put, [*(pools if at == 0 else []), received], out, first)
+            received.append(message)
+            zero = _behind(message, zero)
+        pools_now = [*(pools if at == 0 else []), *received]
+        out = _filled(program, phase.put, pools_now, out, zero)
+        zero = _behind(out, zero)
     return _values(out.reshape(program.target), program.dtype)
 
 
-def _filled(runs: Runs, pools: Sequence[jax.Array], out: jax.Array, first: jax.Array) -> jax.Array:
+def _behind(x: jax.Array, zero: jax.Array) -> jax.Array:
+    """The same zero, known only when `x` is there."""
+    return zero & x[0, 0].real.astype(jnp.int32)
+
+
+def _zeros(num_units: int, like: jax.Array, zero: jax.Array) -> jax.Array:
+    return jnp.broadcast_to(zero.astype(like.dtype), (num_units, *like.shape[1:]))
+
+
+def _filled(program: Program, runs: Runs, pools: Sequence[jax.Array], out: jax.Array, zero: jax.Array) -> jax.Array:
     """`out` with units of the pools, which follow each other, wherever the runs have some; a window at a time."""
 
     def copy(out: jax.Array, start: Any, size: int) -> jax.Array:
-        index = places(runs, AXIS, start, size) + first
+        index = places(runs, AXIS, start, size) + zero
         rows, base = lax.dynamic_slice_in_dim(out, start, size), 0
         for pool in pools:
             if not len(pool):
@@ -184,7 +195,7 @@ def _filled(runs: Runs, pools: Sequence[jax.Array], out: jax.Array, first: jax.A
         # Reads before the write: otherwise the compiler copies the whole array.
         return lax.dynamic_update_slice_in_dim(out, lax.optimization_barrier(rows), start, 0)
 
-    window = max(1, _WINDOW_NBYTES // max(1, out.shape[1] * out.dtype.itemsize))
+    window = max(1, program.window // program.granule)
     whole = runs.size // window
     if whole > 1:
         out = lax.fori_loop(0, whole, lambda i, out: copy(out, i * window, window), out)

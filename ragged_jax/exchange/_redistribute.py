@@ -185,7 +185,7 @@ class _Mover:
             str(dtype),
             held,
             wanted,
-            _limit_nbytes(item, local),
+            max(map(_bucket_nbytes, (item, *(self.have[at] for at in used)), (local, *locals_))),
             _replicas(maps[0], devices),
         )
         return _run(program, leaves, shape, sharding)
@@ -326,7 +326,7 @@ def _run_numel(placement: Placement) -> int:
     return shape[-1] if placement.axis_order[-1] == len(shape) - 1 else 1
 
 
-def _limit_nbytes(item: Item, local: tuple[int, ...]) -> int:
+def _bucket_nbytes(item: Item, local: tuple[int, ...]) -> int:
     """Memory of a device's part of the bucket that the array belongs to."""
     own = int(np.prod(local)) * itemsize(str(item.leaf.dtype))
     if item.held is None:
@@ -352,7 +352,8 @@ def _run(program: Program, leaves: Sequence[jax.Array], shape: tuple[int, ...], 
     place = NamedSharding(program.mesh, PartitionSpec(AXIS))
     devices = [d for d in program.mesh.devices.flat if d.process_index == jax.process_index()]
     num = program.mesh.size
-    views = []
+    zeros = [jax.device_put(np.zeros(1, np.int32), d) for d in devices]
+    views = [jax.make_array_from_single_device_arrays((num,), place, zeros)]
     for leaf, local in zip(leaves, program.sources, strict=True):
         if leaf.sharding.memory_kind not in (None, place.memory_kind):
             leaf = jax.device_put(leaf, leaf.sharding.with_memory_kind("device"))
@@ -389,6 +390,10 @@ def _check(entries: Mapping[str, TensorEntry], want: Sequence[Item]) -> None:
                 if there.attributes != entry.attributes:
                     faults.append(f"{name}: {there.attributes}, wanted with {entry.attributes}")
     faults += [f"{name}: not wanted, and would be lost" for name in entries.keys() - used]
+    if any("owned/" in fault for fault in faults):
+        faults.append(
+            "~ the state of `with_tensors` is its owners'; it moves only between devices with the same owners"
+        )
     if faults:
         more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
         raise ValueError("this state cannot become that one:\n  " + "\n  ".join([*sorted(faults)[:50], *more]))
