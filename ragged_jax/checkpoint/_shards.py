@@ -12,7 +12,6 @@ import numpy as np
 from ..layout import Bucket, Buffer, Layout, Placement, Slab, can_be_tiled
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import TensorEntry
-from ._runs import Run
 from ._write import Part
 
 
@@ -40,7 +39,7 @@ def slab_tensors(
     dtype: str | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> dict[str, TensorEntry]:
-    """The tensors of a slab as a checkpoint declares them, by name.
+    """The tensors of a slab as a checkpoint declares them, by name. One that other mesh axes split is whole there.
 
     Args:
       bucket, slab: where they lie.
@@ -51,9 +50,9 @@ def slab_tensors(
     return {
         join(prefix, layer_name(bucket, p.tensor.name, layer), suffix): TensorEntry(
             dtype or slab.dtype,
-            p.tensor.shape,
-            tile=_tile(p),
-            axis_order=p.axis_order,
+            p.tensor.full_shape,
+            tile=None if p.tensor.splits else _tile(p),
+            axis_order=None if p.tensor.splits else p.axis_order,
             attributes=dict(attributes or {}),
         )
         for p in slab.placements
@@ -132,12 +131,4 @@ def fill_shard(
         for layer in range(bucket.num_copies):
             name = join(prefix, layer_name(bucket, piece.tensor.name, layer), suffix)
             out = layers[layer, piece.offset : piece.offset + numel]
-            saved = checkpoint.entry(checkpoint.sources(name, piece.tensor.shape)[0].name).dtype
-            if saved == str(out.dtype):
-                checkpoint.read_runs(name, [Run(piece.start, 0, numel)], out, placement)
-            elif cast:
-                raw = np.empty(numel, numpy_dtype(saved))
-                checkpoint.read_runs(name, [Run(piece.start, 0, numel)], raw, placement)
-                out[:] = raw.astype(out.dtype)
-            else:
-                raise ValueError(f"{name}: saved as {saved}, wanted as {out.dtype}; `cast=True` would convert it")
+            checkpoint.read_part(name, piece.start, out, placement, cast=cast)

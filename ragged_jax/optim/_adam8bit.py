@@ -1,7 +1,7 @@
 """Block-wise 8-bit AdamW as optax transforms, and as a step that never makes the update."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,15 +11,17 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..fsdp import Leaf, Leaves, leaves_of
+from ..fsdp import Leaf, Leaves, SlabOf, leaves_of
 from ..fsdp._check import is_traced
 from ..fsdp._splits import entries, other_axes
 from ..fsdp._unit import pin
 from ..layout import Block
 from ._adam8bit_math import Finish, Numbers, Rules, Stored, power, step
-from ._blocks import DEFAULT, BlockChoice, Grid, grid_of_array, grid_of_slab, not_whole
+from ._blocks import DEFAULT, BlockChoice, Grid, choose, grid_of_array, grid_of_slab, not_whole
 from ._maps import MapName, code_map
+from ._places import Bits, key_of, places_of
 from ._quantise import product
+from ._stochastic import stochastic_round
 
 MIN_NUMEL = 4096
 CHUNK_ON_CPU = 2**17
@@ -39,6 +41,40 @@ class Moment8bit(NamedTuple):
     exact: Any
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Quantisation:
+    """What is quantised, in which blocks, and what the codes mean. A value, and a pytree node without leaves.
+
+    Attributes:
+      block: the rule; a mapping as a tuple of its items.
+      min_numel: tensors with fewer elements keep float32.
+      map: the code map.
+    """
+
+    block: Block | tuple[tuple[str, Block | None], ...]
+    min_numel: int
+    map: MapName
+
+    def _choice(self) -> BlockChoice:
+        return dict(self.block) if isinstance(self.block, tuple) else self.block
+
+    def block_of(self, name: str, shape: tuple[int, ...]) -> Block | None:
+        """In which blocks a tensor is quantised; None for float32."""
+        return choose(name, shape, self._choice(), self.min_numel)
+
+    def grid(self, leaf: Leaf) -> tuple[Grid, list[str]]:
+        """The blocks of a leaf, and a line for every tensor of it whose blocks are not whole."""
+        if leaf.of is None:
+            return grid_of_array(leaf.path, leaf.shape, self._choice(), self.min_numel), []
+        return self.grid_of_slab(leaf.of)
+
+    def grid_of_slab(self, of: SlabOf) -> tuple[Grid, list[str]]:
+        """The same of a slab."""
+        unit = of.unit
+        return grid_of_slab(unit.bucket, of.slab, unit.num_shards, unit.shares, self._choice(), self.min_numel)
+
+
 class ScaleByAdam8bitState(NamedTuple):
     """State of `scale_by_adam8bit`.
 
@@ -46,20 +82,21 @@ class ScaleByAdam8bitState(NamedTuple):
       count: steps taken.
       mu, nu: the moments.
       leaves: what the parameters are; static.
+      quantisation: in which blocks they are quantised; static.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Moment8bit
     nu: Moment8bit
     leaves: Leaves
+    quantisation: Quantisation
 
 
 @dataclass(frozen=True)
 class _Adam:
     """The options, and what follows from them for the leaves of a tree."""
 
-    block: BlockChoice
-    min_numel: int
+    quantisation: Quantisation
     rules: Rules
     _grids: dict[Leaves, tuple[Grid, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -73,13 +110,7 @@ class _Adam:
             faults: list[str] = []
             grids = []
             for leaf in leaves:
-                if leaf.of is None:
-                    grids.append(grid_of_array(leaf.path, leaf.shape, self.block, self.min_numel))
-                    continue
-                unit = leaf.of.unit
-                grid, wrong = grid_of_slab(
-                    unit.bucket, leaf.of.slab, unit.num_shards, unit.shares, self.block, self.min_numel
-                )
+                grid, wrong = self.quantisation.grid(leaf)
                 grids.append(grid)
                 faults += wrong
             if faults:
@@ -98,10 +129,18 @@ class _Adam:
         mu, nu = (
             Moment8bit(*(jax.tree.unflatten(treedef, [p[i][j] for p in parts]) for j in range(3))) for i in range(2)
         )
-        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), mu, nu, leaves)
+        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), mu, nu, leaves, self.quantisation)
 
-    def step(self, numbers: Numbers, grads: Any, state: ScaleByAdam8bitState, alongs: list, finishes: list[Finish]):
-        """What `finishes` make of the directions, as a list, and the next moments."""
+    def step(
+        self,
+        numbers: Numbers,
+        grads: Any,
+        state: ScaleByAdam8bitState,
+        alongs: list,
+        finishes: list[Finish],
+        random: bool = False,
+    ):
+        """What `finishes` make of the directions, as a list, and the next moments; `random` gives bfloat16 bits."""
         flat, treedef = jax.tree.flatten(grads)
         _same_leaves(flat, state.leaves)
         stored = [
@@ -109,7 +148,7 @@ class _Adam:
             for moment in (state.mu, state.nu)
         ]
         rows = [
-            _Row(leaf, grid, finish, (g, mu, nu, along))
+            _Row(leaf, grid, finish, (g, mu, nu, along), random and along.dtype == jnp.bfloat16)
             for leaf, grid, finish, g, mu, nu, along in zip(
                 state.leaves, self.grids(state.leaves), finishes, flat, *stored, alongs, strict=True
             )
@@ -120,7 +159,7 @@ class _Adam:
             if row.leaf.of is None:
                 chunk = self.rules.chunk if _on_one_device(row.arrays[0]) else None
                 rules = Rules(self.rules.map, self.rules.at_least, self.rules.nesterov, chunk)
-                done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish)
+                done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish, row.draw(numbers, 0))
             else:
                 unit, slab = row.leaf.of.unit, row.leaf.of.slab
                 groups.setdefault((unit.mesh, (unit.axis, *other_axes(slab))), []).append(i)
@@ -140,7 +179,7 @@ class _Adam:
         def local(numbers, arrays):
             index = lax.axis_index(axes[0])
             return [
-                step(row.grid, self.rules, numbers, index, *own, row.finish)  # pyright: ignore[reportCallIssue]
+                step(row.grid, self.rules, numbers, index, *own, row.finish, row.draw(numbers, index))  # pyright: ignore[reportCallIssue]
                 for row, own in zip(rows, arrays, strict=True)
             ]
 
@@ -163,6 +202,10 @@ class _Row(NamedTuple):
     grid: Grid
     finish: Any
     arrays: tuple[Any, Stored, Stored, Any]
+    random: bool
+
+    def draw(self, numbers: Numbers, index: Any) -> Bits | None:
+        return places_of(self.leaf).bits(numbers.key, index) if self.random else None
 
 
 def _same_leaves(flat: list, leaves: Leaves) -> None:
@@ -223,39 +266,41 @@ def _natural_scales(grid: Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (grid.num_blocks, *(1,) * (len(shape) - 1))
 
 
-def _as_gradient(n: Numbers, u: jax.Array, g: jax.Array) -> jax.Array:
+def _as_gradient(n: Numbers, u: jax.Array, g: jax.Array, bits: None) -> jax.Array:
     return u.astype(g.dtype)
 
 
 def _applied(decay: float) -> Finish:
     """The parameter after the step."""
 
-    def finish(n: Numbers, u: jax.Array, p: jax.Array) -> jax.Array:
+    def finish(n: Numbers, u: jax.Array, p: jax.Array, bits: jax.Array | None) -> jax.Array:
         p32 = p.astype(jnp.float32)
         if decay:
             u = u + product(p32, jnp.float32(decay))
-        return (p32 - product(n.rate, u)).astype(p.dtype)
+        new = p32 - product(n.rate, u)
+        return new.astype(p.dtype) if bits is None else stochastic_round(new, bits)
 
     return finish
 
 
-def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0) -> Numbers:
+def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0, seed: Any = 0) -> Numbers:
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     left = lambda b, t: 1 / (1 - power(b, t))
     return Numbers(
         f32(b1), f32(b2), f32(1 - b1), f32(1 - b2), f32(eps), left(b1, count), left(b2, count), left(b1, count + 1),
-        f32(rate),
+        f32(rate), key_of(seed, count),
     )  # fmt: skip
 
 
 def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk) -> _Adam:
-    for mapped in block.values() if isinstance(block, dict) else (block,):
+    for mapped in block.values() if isinstance(block, Mapping) else (block,):
         if not isinstance(mapped, Block | None):
             raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
     code_map(map, signed=True)
     if chunk == "auto":
         chunk = CHUNK_ON_CPU if jax.default_backend() == "cpu" else None
-    return _Adam(block, min_numel, Rules(map, int(clamp_second_moment), nesterov, chunk))
+    rule = tuple(block.items()) if isinstance(block, Mapping) else block
+    return _Adam(Quantisation(rule, min_numel, map), Rules(map, int(clamp_second_moment), nesterov, chunk))
 
 
 def scale_by_adam8bit(
@@ -319,7 +364,7 @@ def scale_by_adam8bit(
         flat, treedef = jax.tree.flatten(updates)
         finishes = [_as_gradient] * len(flat)
         out, mu, nu = adam.step(_numbers(count, b1, b2, eps), updates, state, flat, finishes)
-        return jax.tree.unflatten(treedef, out), ScaleByAdam8bitState(count, mu, nu, state.leaves)
+        return jax.tree.unflatten(treedef, out), state._replace(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(adam.init, update)  # pyright: ignore[reportArgumentType]
 
@@ -385,11 +430,14 @@ def fused_adamw8bit(
     clamp_second_moment: bool = True,
     nesterov: bool = False,
     chunk: int | Literal["auto"] | None = "auto",
+    stochastic_rounding: bool = False,
+    seed: Any = 0,
 ) -> FusedOptimizer:
     """`adamw8bit` in one pass: parameters are updated chunk by chunk, and the update of a whole array exists nowhere.
 
     The learning rate is a number or a schedule; `mask` a tree of bools of the parameters' structure, or a function
-    from parameters to one: where to decay weights.
+    from parameters to one: where to decay weights. With `stochastic_rounding`, bfloat16 parameters are rounded up or
+    down at random, with the bits of `ragged_jax.optim.stochastic_rounding(seed)`: the same on any mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -410,9 +458,9 @@ def fused_adamw8bit(
             decays = jax.tree.leaves(mask(params) if callable(mask) else mask)
         if len(decays) != len(flat):
             raise ValueError(f"the mask has {len(decays)} leaves, the parameters have {len(flat)}")
-        numbers = _numbers(count, b1, b2, eps, rate)
+        numbers = _numbers(count, b1, b2, eps, rate, seed)
         finishes = [_applied(weight_decay if d else 0.0) for d in decays]
-        out, mu, nu = adam.step(numbers, grads, state, flat, finishes)
-        return jax.tree.unflatten(treedef, out), ScaleByAdam8bitState(count, mu, nu, state.leaves)
+        out, mu, nu = adam.step(numbers, grads, state, flat, finishes, stochastic_rounding)
+        return jax.tree.unflatten(treedef, out), state._replace(count=count, mu=mu, nu=nu)
 
     return FusedOptimizer(adam.init, apply)
