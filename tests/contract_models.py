@@ -1,5 +1,9 @@
 """One small model in five kinds, which do the same arithmetic on parameters of the same values, and an oracle.
 
+No parameter starts at zero. After a few steps of Adam such a one is nothing but steps, whose size does not depend on
+that of the gradient: in bfloat16, biases that started at zero were off by 14 % of the largest; gradients agreed to
+0.6 %. So parameters, too, are compared element by element.
+
 By name, `layers/1/up/kernel`, the parameters are the same for all kinds; what differs is how they are held.
 """
 

@@ -1,5 +1,8 @@
 """Contract 7: errors name every bad leaf by its path, the sizes and the remedy."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +165,23 @@ def test_a_sharded_module_can_be_printed():
     text = str(rj.fully_shard(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp"))
     assert "bias=PackedTensor(" in text
     assert "slab='float32x1'" in text
+
+
+def test_what_is_sharded_is_copied_but_not_pickled():
+    weights = {"layers": {"0": {"up": {"w": np.ones(4)}}}}
+    tree = rj.shard_tree(weights, make_mesh(2), axis="fsdp", units="layers/*")
+    assert list(tree.children["layers/0"].children) == []  # a pattern chooses nothing below what it chose
+    copied = copy.deepcopy(tree)
+    assert jax.tree.structure(copied) == jax.tree.structure(tree)
+    with pytest.raises(TypeError, match=r"ShardedTree is sharded .* `rj\.Checkpointer`"):
+        pickle.dumps(tree)
+
+
+def test_units_and_specs_that_cannot_be():
+    weights, mesh = {"layers": {"w": np.ones((2, 4))}}, make_mesh(2)
+    with pytest.raises(ValueError, match=r"there are none; give `units=`, too"):
+        rj.shard_tree(weights, mesh, axis="fsdp", stacked="layers")
+    with pytest.raises(ValueError, match=r"stacked='nope' matches no unit; the units are layers"):
+        rj.shard_tree(weights, mesh, axis="fsdp", units="layers", stacked="nope")
+    with pytest.raises(ValueError, match=r"layers/w: .*'fsdp'.* names fsdp, which shards all tensors anyway"):
+        rj.shard_tree(weights, mesh, axis="fsdp", specs={"*/w": jax.P("fsdp")})

@@ -16,6 +16,7 @@ from ..fsdp import (
     born_sharded,
     groups_of,
     model_specs,
+    only_copied,
 )
 from ..fsdp import _check as check
 from ..layout import BlockRule
@@ -69,7 +70,8 @@ def _sharded_class(cls: type[nn.Module], sharding: Sharding) -> type:
         return cls.apply(self, variables, *args, **kwargs)
 
     methods = {f.__name__: nn.nowrap(f) for f in (init, init_with_output, apply)}
-    space = {**methods, "fully_sharded": sharding, "__module__": cls.__module__}
+    copies = {name: nn.nowrap(f) for name, f in only_copied(cls.clone, cls.clone).items()}
+    space = {**methods, **copies, "fully_sharded": sharding, "__module__": cls.__module__}
     return type(f"FullySharded{cls.__name__}", (cls,), space)
 
 

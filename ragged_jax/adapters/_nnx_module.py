@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx import reprlib
 from jax.sharding import PartitionSpec
 
-from ..fsdp import SlabOf, Unit, resharding, slabs_in, unshard_unit
+from ..fsdp import SlabOf, Unit, only_copied, resharding, slabs_in, unshard_unit
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
@@ -210,6 +210,11 @@ def original_class(module: nnx.Module) -> type:
     return type(module).__mro__[1]
 
 
+def _deepcopied(module: nnx.Module) -> nnx.Module:
+    graphdef, state = nnx.split(module)
+    return nnx.merge(graphdef, jax.tree.map(lambda x: x.copy(), state))
+
+
 @cache
 def sharded_class(cls: type) -> type:
     """The subclass of a module class whose public methods gather the parameters first."""
@@ -219,7 +224,8 @@ def sharded_class(cls: type) -> type:
         public = name == "__call__" or not (name.startswith("_") or hasattr(nnx.Module, name))
         if public and callable(method) and not isinstance(method, type | staticmethod | classmethod):
             methods[name] = _gathering(method, name)
-    return type(f"FullySharded{cls.__name__}", (cls,), {**methods, "__module__": cls.__module__})
+    space = {**methods, **only_copied(nnx.clone, _deepcopied), "__module__": cls.__module__}
+    return type(f"FullySharded{cls.__name__}", (cls,), space)
 
 
 def _gathering(method: Callable, name: str) -> Callable:

@@ -41,7 +41,7 @@ def slab_tensors(
     dtype: str | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> dict[str, TensorEntry]:
-    """The tensors of a slab as a checkpoint declares them, by name.
+    """The tensors of a slab as a checkpoint declares them, by name. One that other mesh axes split is whole there.
 
     Args:
       bucket, slab: where they lie.
@@ -52,9 +52,9 @@ def slab_tensors(
     return {
         join(prefix, layer_name(bucket, p.tensor.name, layer), suffix): TensorEntry(
             dtype or slab.dtype,
-            p.tensor.shape,
-            tile=_tile(p),
-            axis_order=p.axis_order,
+            p.tensor.full_shape,
+            tile=None if p.tensor.splits else _tile(p),
+            axis_order=None if p.tensor.splits else p.axis_order,
             attributes=dict(attributes or {}),
         )
         for p in slab.placements

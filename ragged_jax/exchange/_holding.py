@@ -4,15 +4,15 @@ A name says which tensor it is in all of the state, as in a checkpoint: `opt/mu/
 tensors of the same names can be turned into each other, whatever their layouts, devices and stacks are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Protocol
 
-from ..checkpoint import TensorEntry, layer_name, slab_tensors
+from ..checkpoint import Region, TensorEntry, layer_name, slab_tensors
 from ..checkpoint import join as join_names
-from ..fsdp import SlabOf
-from ..layout import Layout, Placement, Segment, TensorSpec, segments
+from ..fsdp import SlabOf, not_split
+from ..layout import Layout, Placement, Segment, TensorSpec, boxes, segments
 
 Index = tuple[slice, ...]
 HERE = ("", "")  # the only buffer there is
@@ -89,7 +89,29 @@ class InSlab:
         return self._placements[name]
 
     def segments(self, index: Index) -> tuple[Segment, ...]:
+        not_split([self.of.slab], "what goes by ranges of tensors")
+        return self.slice_segments(index)
+
+    def slice_segments(self, index: Index) -> tuple[Segment, ...]:
+        """`segments` of tensors that other axes may split: ranges of the slices that the part is of."""
         return self._segments[self.of.unit.shard_at(self.of.slab, index)]
+
+    def slice_boxes(self, index: Index) -> Iterator[tuple[str, slice, Region, tuple[int, ...]]]:
+        """What one part of the array holds, as boxes of whole tensors.
+
+        Returns:
+          The tensor, the elements of the part, the box, and the order of its dims in which they are stored.
+        """
+        ranks = self.of.unit.coordinates(self.of.slab, index)
+        for s in self.slice_segments(index):
+            placement, offset = self.placement(s.tensor), s.offset
+            order = placement.axis_order or tuple(range(len(placement.tensor.shape)))
+            first = placement.tensor.slice_start(ranks)
+            for box in boxes(placement.stored_shape, s.start, s.stop):
+                spans = dict(zip(order, box.region, strict=True))
+                region = tuple((low + spans[dim][0], low + spans[dim][1]) for dim, low in enumerate(first))
+                yield s.tensor, slice(offset, offset + box.numel), region, order
+                offset += box.numel
 
     @cached_property
     def _segments(self) -> tuple[tuple[Segment, ...], ...]:

@@ -182,8 +182,10 @@ def _item(raw: _Raw, moments: Sequence[Moments], owned: Sequence[tuple[str, froz
             name, shape, attributes = known
             return Item(name, raw.leaf, None, shape, attributes, is_empty=name == EMPTY)
         return Item(raw.name, raw.leaf)
-    not_split([of.slab], "a checkpoint")
+    if any(p.storage == "tiled" for p in of.slab.placements):
+        not_split([of.slab], "a checkpoint of what is stored tile by tile")
     if place:
+        not_split([of.slab], "a checkpoint of optimizer state in 8 bits")
         moment, kind, rest = place[1]
         return Item(join(place[0].path, moment, rest), raw.leaf, place[0].holding(of, moment, kind, rest, only))
     if tuple(raw.leaf.shape) == of.unit.shape(of.slab):

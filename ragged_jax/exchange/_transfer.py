@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, empty, numpy_dtype, runs_of
 from ..fsdp import array_from_parts
-from ._holding import Holding
+from ._holding import Holding, InSlab
 from ._state import PYTHON, Item, is_key, region_of, sharding_of
 
 _REST = "state"  # the file of what is in no bucket
@@ -49,6 +49,12 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
     data = np.ascontiguousarray(data)
     if item.held is not None:
         flat = data.reshape(-1)
+        if item.held.of.slab.split_axes and isinstance(item.held, InSlab):
+            for name, place, region, order in item.held.slice_boxes(shard.index):
+                box = flat[place].reshape([region[dim][1] - region[dim][0] for dim in order])
+                back = [order.index(dim) for dim in range(len(order))]
+                yield Part(name, region, np.ascontiguousarray(box.transpose(back)), item.held.group)
+            return
         for s in item.held.segments(shard.index):
             yield Part(s.tensor, ((s.start, s.stop),), flat[s.offset :][: s.stop - s.start], item.held.group)
         return
@@ -113,7 +119,11 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool
     buffers = dict(zip(regions, _buffers(len(regions), local, leaf.dtype), strict=True))
     with checkpoint.batch() as batch:
         for region, buffer in buffers.items():
-            flat, segments = buffer.reshape(-1), held.segments(tuple(slice(*span) for span in region))
+            flat, index = buffer.reshape(-1), tuple(slice(*span) for span in region)
+            if isinstance(held, InSlab) and held.of.slab.split_axes:
+                _fill_slices(checkpoint, held, index, flat)
+                continue
+            segments = held.segments(index)
             if sum(s.stop - s.start for s in segments) < flat.size:
                 flat[:] = 0  # the padding
             for s in segments:
@@ -121,6 +131,14 @@ def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool
                 checkpoint.read_part(s.tensor, s.start, out, placement, cast=cast, batch=batch)
     part = _once(lambda index: region_of(index, leaf.shape), buffers.pop)
     return array_from_parts(leaf.shape, sharding, part, dtype=leaf.dtype)
+
+
+def _fill_slices(checkpoint: Checkpoint, held: InSlab, index: tuple[slice, ...], flat: np.ndarray) -> None:
+    """Fills a part of a slab whose tensors other axes split: of each a box, in the slab's order."""
+    flat[:] = 0
+    for name, place, box, order in held.slice_boxes(index):
+        found = checkpoint.read_region(name, box, held.placement(name).tensor.full_shape)
+        flat[place] = found.transpose(order).reshape(-1).astype(flat.dtype)
 
 
 def _buffers(count: int, shape: tuple[int, ...], dtype: np.dtype) -> list[np.ndarray]:

@@ -43,6 +43,7 @@ from ._partition import partition as partition
 from ._parts import Part as Part
 from ._parts import parts_of as parts_of
 from ._per_slab import params_in as params_in
+from ._pickle import only_copied as only_copied
 from ._precision import MixedPrecision as MixedPrecision
 from ._precision import PrecisionRule as PrecisionRule
 from ._precision import precision_for as precision_for

@@ -9,6 +9,7 @@ from ..layout import Slab
 from ..planner import size
 from ._parts import Part, parts_of
 from ._precision import MixedPrecision
+from ._quantised import packed_nbytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,6 +27,7 @@ class BucketDescription:
       padding_nbytes: over all devices.
       device_nbytes: that each device holds of it.
       gathered_nbytes: that each device holds while it is unsharded, one layer of a stack, in the dtype of the gather.
+      wire_nbytes: that a gather brings together, one layer of a stack: fewer where weights travel quantised.
       dtypes: of its tensors.
       precision: the dtypes of its collectives and of its work.
       reshard: whether gathered weights are dropped after the forward pass; None where `unsharded` decides.
@@ -39,6 +41,7 @@ class BucketDescription:
     padding_nbytes: int
     device_nbytes: int
     gathered_nbytes: int
+    wire_nbytes: int
     dtypes: tuple[str, ...]
     precision: MixedPrecision
     reshard: bool | None
@@ -145,6 +148,7 @@ def _bucket(part: Part) -> BucketDescription:
         padding_nbytes=unit.num_shards * held - bucket.payload_nbytes,
         device_nbytes=held,
         gathered_nbytes=sum(_gathered(part, slab) for slab in bucket.slabs),
+        wire_nbytes=sum(_wire(part, slab) for slab in bucket.slabs),
         dtypes=tuple(sorted({slab.dtype for slab in bucket.slabs})),
         precision=unit.precision,
         reshard=part.reshard,
@@ -161,10 +165,20 @@ def _gathered(part: Part, slab: Slab) -> int:
     return part.unit.num_shards * part.unit.share * slab.shard_numel * itemsize
 
 
+def _wire(part: Part, slab: Slab) -> int:
+    import jax.numpy as jnp
+
+    if part.unit.precision.gather_dtype is None or not jnp.issubdtype(slab.dtype, jnp.floating):
+        return _gathered(part, slab)
+    return part.unit.num_shards * packed_nbytes(part.unit.share * slab.shard_numel, part.unit.precision.gather_block)
+
+
 def _row(bucket: BucketDescription, count: int) -> list[str]:
     sole = sum(slab.sole for slab in bucket.slabs)
     gather, reduce = bucket.precision.param_dtype, bucket.precision.reduce_dtype
     dtype = ", ".join(bucket.dtypes) + (f", gathered {gather}" if gather else "")
+    if bucket.precision.gather_dtype is not None:
+        dtype += f", {bucket.precision.gather_dtype} on the wire ({size(bucket.wire_nbytes)})"
     return [
         (bucket.name or "(root)") + (f" x {bucket.stack}" if bucket.stack is not None else ""),
         str(count),

@@ -13,6 +13,12 @@ from jax import lax
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
 
+def packed_nbytes(numel: int, block: int) -> int:
+    """Bytes of what `pack` makes of a shard of `numel` elements."""
+    num_blocks = -(-numel // block)
+    return num_blocks * (block + 4)
+
+
 def pack(shard: jax.Array, dtype: str, block: int) -> jax.Array:
     """A shard as bytes, 1-D: all elements, the last block padded with zeros, then the scales.
 

@@ -8,6 +8,7 @@ import jax
 from jax.tree_util import GetAttrKey
 
 from ._check import is_array
+from ._pickle import only_copied
 from ._precision import FULL
 from ._remat import resharding
 from ._unit import Arrays, Unit
@@ -104,6 +105,14 @@ class ShardedTree:
         slabs = ", ".join(f"{name}: {getattr(x, 'shape', x)}" for name, x in self.slabs.items())
         inner = f"; children {', '.join(self.children)}" if self.children else ""
         return f"ShardedTree({self.unit.bucket.name or 'root'} over {self.unit.axis}: {{{slabs}}}{inner})"
+
+
+def _copied(tree: ShardedTree) -> ShardedTree:
+    return tree.replace(dict(tree.slabs), dict(tree.children))
+
+
+for _name, _method in only_copied(_copied, lambda tree: jax.tree.map(lambda x: x.copy(), tree)).items():
+    setattr(ShardedTree, _name, _method)
 
 
 def units_in(tree: ShardedTree) -> list[Unit]:

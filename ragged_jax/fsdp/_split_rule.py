@@ -21,7 +21,8 @@ class SplitRule:
       sizes: of these axes.
       specs: by pattern of a tensor's path, its partition spec, dims of stacked layers included. The first pattern
         that matches wins.
-      own: the axes that the tensors are sharded over anyway; specs may name them, to no effect.
+      own: the axes that the tensors are sharded over anyway. Specs that tensors carry themselves may name them, to no
+        effect, since models are written for more than one way of sharding.
     """
 
     sizes: Mapping[str, int]
@@ -50,7 +51,14 @@ class SplitRule:
             tensors = []
             for tensor in group.tensors:
                 matched = (spec for pattern, spec in self.specs.items() if fnmatchcase(tensor.name, pattern))
-                spec = next(matched, known.get(tensor.name, PartitionSpec()))
+                if (spec := next(matched, None)) is not None:
+                    if mine := [n for names in entries(spec) for n in names if n in self.own]:
+                        faults.append(
+                            f"  {tensor.name}: {spec} names {', '.join(mine)}, which shards all tensors anyway"
+                        )
+                        continue
+                else:
+                    spec = known.get(tensor.name, PartitionSpec())
                 tensors.append(self._split(tensor, spec, group.stack is not None, faults))
             done.append(replace(group, tensors=tuple(tensors)))
         if faults:

@@ -127,8 +127,8 @@ def apply(function: Callable) -> Callable:
 
     Returns:
       A function of the same arguments. Of its outputs, arrays that differ between devices are concatenated
-      along dim 0, scalars averaged (integers and booleans as float32), and what is the same on all devices
-      (the result of a `lax.pmean`, say) is returned as it is.
+      along dim 0, scalars averaged (integers and booleans as float32, which has all integers up to 2**24), and what
+      is the same on all devices is returned as it is: the result of a `lax.pmean`, or of a `lax.psum` for counts.
     """
 
     @wraps(function)

@@ -147,9 +147,13 @@ def parse(params: Any, units: TreeUnits, stacked: TreeUnits) -> Subtree:
     """
     root = _parse(params, "", units, stacked, stack=False)
     parts = list(root.walk())
+    if units is None and stacked is not None:
+        raise ValueError(f"stacked={stacked!r} says which units are stacked, and there are none; give `units=`, too")
     for rule, what in ((units, "units"), (stacked, "stacked")):
         if rule is not None and not any(what == "units" or part.stack for part in parts[1:]):
-            raise ValueError(f"{what}={rule!r} matches no subtree; the leaves are {', '.join(_paths(params))}")
+            among = [part.name for part in parts[1:]] or _paths(params)
+            kind = "unit; the units" if parts[1:] else "subtree; the leaves"
+            raise ValueError(f"{what}={rule!r} matches no {kind} are {', '.join(among)}")
     check.distinct([name for part in parts for name in part.names])
     check.arrays_only({name: leaf for part in parts for name, leaf in part.own.items()})
     return root

@@ -180,7 +180,7 @@ class Unit:
 
         def part(index: Any) -> np.ndarray:
             buffer = np.zeros((copies, slab.shard_numel * self.share), dtype)
-            at = self._coordinates(slab, index)
+            at = self.coordinates(slab, index)
             rank = np.ravel_multi_index([at[n] for n, _ in slab.split_axes], [m for _, m in slab.split_axes] or ())
             low, high = self._bounds(slab, at[self.axis])
             for placement, flat in stored:
@@ -192,7 +192,7 @@ class Unit:
 
         return array_from_parts(shape, self.sharding(slab), part, dtype)
 
-    def _coordinates(self, slab: Slab, index: tuple[slice, ...]) -> dict[str, int]:
+    def coordinates(self, slab: Slab, index: tuple[slice, ...]) -> dict[str, int]:
         """The place on each mesh axis of the device that holds this part of a slab's array."""
         found = {}
         for (size, names), part in zip(self._dims_of[slab.name], index, strict=True):
@@ -210,7 +210,7 @@ class Unit:
 
     def shard_at(self, slab: Slab, index: tuple[slice, ...]) -> int:
         """Which shard a part of the slab's array is, by its index as jax gives it."""
-        return self._coordinates(slab, index)[self.axis]
+        return self.coordinates(slab, index)[self.axis]
 
     def _bounds(self, slab: Slab, k: int) -> tuple[int, int]:
         """Where shard `k` starts and stops in the slab, in elements."""

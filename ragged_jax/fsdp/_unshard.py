@@ -120,7 +120,7 @@ def _gather_bwd(unit, sink_dtypes, _, grads):
     def local(grads: Arrays) -> Arrays:
         parts: Arrays = {}
         for slab in chosen:
-            part = jnp.asarray(slab_of(slab, grads, unit.num_shards, unit.shares))
+            part = vary(jnp.asarray(slab_of(slab, grads, unit.num_shards, unit.shares)), unit.axes)
             if slab.name in dtypes:
                 part = part.astype(dtypes[slab.name])
             else:
