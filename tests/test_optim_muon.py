@@ -125,6 +125,25 @@ def test_collectives_and_the_largest_matrix():
                 assert report.collectives["all-gather"].executed == 5
 
 
+def test_several_exchanges_take_less_memory_and_give_the_same_bits():
+    params = {f"l{i}": jnp.asarray(RNG.normal(size=(64, 96)), jnp.float32) for i in range(24)}
+    outs, temps, work = [], [], []
+    with jax.set_mesh(make_mesh(4)):
+        tree = rj.shard_tree(params, make_mesh(4), axis="fsdp", plan=rj.plan(params, 4, min_slab_nbytes=0))
+        for nbytes in (None, 4 * 64 * 96):  # of the second, four tensors at a time: one for each device
+            tx = scale_by_muon(exchange_nbytes=nbytes)
+            state = tx.init(tree)
+            compiled = jax.jit(tx.update).lower(tree, state).compile()
+            outs.append(rj.full_params(compiled(tree, state)[0]))
+            temps.append(compiled.memory_analysis().temp_size_in_bytes)
+            work.append(hlo_report(compiled).num_executed)
+    assert work == [2, 12]
+    own = 24 * 64 * 96 * 4 / 4  # bytes of a device's shards
+    assert 3.5 * own < temps[0] < 4.5 * own
+    assert temps[1] < 2.1 * own  # gradients mixed with momentum, and results, are there for all matrices
+    jax.tree.map(np.testing.assert_array_equal, *outs)
+
+
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_equals_optax(nesterov):
     shapes = {"tall": (40, 24), "wide": (24, 40), "stack": (3, 16, 24)}
@@ -164,14 +183,17 @@ def test_equals_torch(setting, options, rtol):
         )
 
 
-def test_in_bfloat16_within_five_percent_of_torch():
+def test_in_bfloat16_as_close_to_float32_as_torch():
+    """Each is 1.4 to 1.7 % from float32; two such errors that have nothing to do with each other are 2.2 % apart."""
     grads = {k: TORCH[f"grad/{k}/0"].T for k in ("wide", "tall", "square")}
     tx = scale_by_muon(compute_dtype="bfloat16")
     updates, _ = tx.update(grads, tx.init(grads))
     for k, x in updates.items():
-        rounded, exact = (TORCH[f"{dtype}/original/True/update/{k}/0"] for dtype in ("bfloat16", "float32"))
-        for other in (rounded, exact):
-            assert np.linalg.norm(-np.asarray(x).T - other) <= 0.05 * np.linalg.norm(exact)
+        theirs, exact = (TORCH[f"{dtype}/original/True/update/{k}/0"] for dtype in ("bfloat16", "float32"))
+        away = lambda a, b, exact=exact: np.linalg.norm(a - b) / np.linalg.norm(exact)
+        ours = -np.asarray(x).T
+        assert away(ours, exact) <= 1.3 * away(theirs, exact)
+        assert away(ours, theirs) <= 0.03
 
 
 @pytest.mark.parametrize("coefficients", ["quintic", "five_rows", "polar_express", (2.0, -1.5, 0.5)])

@@ -52,6 +52,7 @@ def scale_by_muon(
     compute_dtype: DTypeLike = "float32",
     precision: str | None = None,
     balance: float = 0.05,
+    exchange_nbytes: int | None = 2**28,
 ) -> optax.GradientTransformation:
     """Momentum, orthogonalised: the singular values of each matrix are brought near 1.
 
@@ -80,6 +81,9 @@ def scale_by_muon(
         float32 first.
       precision: of the products, as in `jax.lax.dot`.
       balance: how far above the mean a device's work may be before a matrix is sharded, as a fraction.
+      exchange_nbytes: of a device's slabs, in float32, that go to owners together; None for all, which takes
+        four times their size as temporary memory; in parts it falls towards half of that. A slab, with all its layers
+        if they are stacked, is never divided. Changes no bit.
 
     Raises:
       ValueError: unknown coefficients or scale; in `init`, dims that a tensor does not have.
@@ -125,7 +129,7 @@ def scale_by_muon(
             momentum = beta * next(masked).astype(jnp.float32) + (1 - beta) * grad
             mu[i] = momentum.astype(mu_dtype)
             mixed[i] = (beta / ahead * momentum + (1 - beta) / here * grad) if nesterov else momentum / here
-        done = orthogonalised(leaves, wanted, mixed, schulz, balance)
+        done = orthogonalised(leaves, wanted, mixed, schulz, balance, exchange_nbytes)
         is_mine = dict.fromkeys((tensors_of(leaves)[at].name for at, _ in wanted), True)
         others = by_leaf(leaves, lambda tensor: tensor.name not in is_mine)
         out = list(flat)
@@ -152,7 +156,12 @@ def zeros_for(leaf: Leaf, like: Any, dtype: DTypeLike) -> jax.Array:
 
 
 def orthogonalised(
-    leaves: Leaves, forms: Forms, arrays: dict[int, jax.Array], schulz: NewtonSchulz, balance: float
+    leaves: Leaves,
+    forms: Forms,
+    arrays: dict[int, jax.Array],
+    schulz: NewtonSchulz,
+    balance: float,
+    exchange_nbytes: int | None,
 ) -> dict[int, jax.Array]:
     """The matrices of some leaves, orthogonalised, in float32; zero where no matrix lies.
 
@@ -161,15 +170,19 @@ def orthogonalised(
       forms: of the tensors that are matrices.
       arrays: by index of the leaf, those that hold them.
       schulz: what to do.
-      balance: of `scale_by_muon`.
+      balance, exchange_nbytes: of `scale_by_muon`.
     """
     done, tensors = {}, tensors_of(leaves)
     for at, form in forms:
         if tensors[at].placement is None:
             done[tensors[at].leaf] = _plain(tensors[at], form, arrays[tensors[at].leaf], schulz)
-    for owners in owners_of(leaves, forms, tolerance=balance):
-        parts = _sharded(owners, schulz)(*(arrays[i] for i in owners.leaves))
-        done.update(zip(owners.leaves, parts, strict=True))
+    at_once, before = exchange_nbytes and max(1, exchange_nbytes // 4), {}
+    for owners in owners_of(leaves, forms, tolerance=balance, at_once=at_once):
+        # One exchange after the other: all at once they would need the memory of all.
+        given, before = lax.optimization_barrier(([arrays[i] for i in owners.leaves], before))
+        done.update(before)
+        before = dict(zip(owners.leaves, _sharded(owners, schulz)(*given), strict=True))
+    done.update(before)
     return {i: done.get(i, jnp.zeros_like(x)) for i, x in arrays.items()}
 
 
@@ -243,6 +256,7 @@ def muon(
     mu_dtype: DTypeLike = "float32",
     compute_dtype: DTypeLike = "float32",
     precision: str | None = None,
+    exchange_nbytes: int | None = 2**28,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, AdamW for embeddings, heads, norms, biases and scalars.
 
@@ -257,8 +271,8 @@ def muon(
       adamw_learning_rate, adamw_b1, adamw_b2, adamw_eps, adamw_weight_decay: of AdamW.
       route: overrules the default: a mapping from patterns of the tensor's path to `"muon"` or `"adamw"`, or a
         function of path and shape that says so, or None for what it has no opinion on.
-      coefficients, steps, beta, nesterov, bias_correction, scale, dims, mu_dtype, compute_dtype, precision:
-        of `scale_by_muon`.
+      coefficients, steps, beta, nesterov, bias_correction, scale, dims, mu_dtype, compute_dtype, precision,
+        exchange_nbytes: of `scale_by_muon`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -283,6 +297,7 @@ def muon(
         mu_dtype=mu_dtype,
         compute_dtype=compute_dtype,
         precision=precision,
+        exchange_nbytes=exchange_nbytes,
     )
     decay = add_decayed_weights(weight_decay, weight_decay_mask)
     return partition_by(

@@ -6,10 +6,11 @@ Everything is counted in units, and what a device copies is a list of runs of th
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..fsdp import Leaves, Unit, not_split
@@ -109,6 +110,7 @@ class _Item:
     tensor: str
     index: int
     form: Form
+    leaf: int
 
     @property
     def matrix(self) -> Matrix:
@@ -120,14 +122,18 @@ Forms = tuple[tuple[int, Form], ...]
 
 
 @lru_cache(maxsize=64)
-def owners_of(leaves: Leaves, forms: Forms, *, shard: bool = True, tolerance: float = 0.05) -> tuple[Owners, ...]:
-    """Plans the exchange of every slab that holds one of the tensors: one for each mesh and dtype.
+def owners_of(
+    leaves: Leaves, forms: Forms, *, shard: bool = True, tolerance: float = 0.05, at_once: int | None = None
+) -> tuple[Owners, ...]:
+    """Plans the exchange of every slab that holds one of the tensors: one for each mesh and dtype, or several.
 
     Args:
       leaves: of the tree.
       forms: of the tensors to bring to owners; those that are ordinary arrays are left out.
       shard: whether matrices that are too large for a fair share may be sharded.
       tolerance: how far above the mean a device's work may be.
+      at_once: elements of a device's slabs that one exchange may move; None for any number. Who owns what does not
+        depend on it.
     """
     tensors = tensors_of(leaves)
     groups: dict[tuple, list[tuple[int, Form]]] = defaultdict(list)
@@ -140,21 +146,51 @@ def owners_of(leaves: Leaves, forms: Forms, *, shard: bool = True, tolerance: fl
         if leaf.of is not None and form.numel:
             unit = leaf.of.unit
             groups[unit.mesh, unit.axes, unit.shares, leaf.dtype].append((at, form))
-    return tuple(_plan(leaves, group, shard, tolerance) for group in groups.values())
+    return tuple(made for group in groups.values() for made in _plans(leaves, group, shard, tolerance, at_once))
 
 
-def _plan(leaves: Leaves, forms: Sequence[tuple[int, Form]], shard: bool, tolerance: float) -> Owners:
+def _plans(
+    leaves: Leaves, forms: Sequence[tuple[int, Form]], shard: bool, tolerance: float, at_once: int | None
+) -> Iterable[Owners]:
     tensors = tensors_of(leaves)
-    used = sorted({tensors[at].leaf for at, _ in forms})
-    slabs = {at: leaves.leaves[at].of for at in used}
-    unit = next(of.unit for of in slabs.values() if of is not None)
-    layout = _layout(unit, {at: of for at, of in slabs.items() if of is not None})
     items = [
-        _Item(f"{tensors[at].leaf}:{tensors[at].name}", index, form)
+        _Item(f"{tensors[at].leaf}:{tensors[at].name}", index, form, tensors[at].leaf)
         for at, form in forms
         for index in range(tensors[at].numel // form.numel)
     ]
+    unit, layout = _layout(leaves, sorted({tensors[at].leaf for at, _ in forms}))
     plan, owners = _assign(items, layout, shard, tolerance)
+    for some in _rounds(items, owners, layout, unit.share, at_once):
+        yield _plan(leaves, sorted({item.leaf for item in some}), some, plan, owners)
+
+
+def _rounds(
+    items: list["_Item"], owners: dict, layout: Layout, share: int, at_once: int | None
+) -> list[list["_Item"]]:
+    """The items in as many exchanges as needed; a slab is in one of them. Work is balanced in each."""
+    sizes = {int(b.name): share * b.num_copies * b.slabs[0].shard_numel for b in layout.buckets}
+    count = 1 if at_once is None else -(-sum(sizes.values()) // max(1, at_once))
+    if count <= 1:
+        return [items]
+    work = {at: np.zeros(layout.num_shards) for at in sizes}
+    for item in items:
+        owner = owners[item]
+        each = item.form.cost / layout.num_shards if owner == SHARDED else item.form.cost
+        work[item.leaf][slice(None) if owner == SHARDED else owner] += each
+    loads, held, chosen = np.zeros((count, layout.num_shards)), np.zeros(count), {}
+    for at in sorted(sizes, key=lambda at: (-sizes[at], at)):
+        crowded = held + sizes[at] > max(at_once or 0, sizes[at])
+        k = min(range(count), key=lambda k: (crowded[k], (loads[k] + work[at]).max(), held[k], k))
+        loads[k] += work[at]
+        held[k] += sizes[at]
+        chosen[at] = k
+    parts = [[item for item in items if chosen[item.leaf] == k] for k in range(count)]
+    return [part for part in parts if part]
+
+
+def _plan(leaves: Leaves, used: list[int], items: list["_Item"], plan: OwnerPlan, owners: dict) -> Owners:
+    slabs = {at: leaves.leaves[at].of for at in used}
+    unit, layout = _layout(leaves, used)
     classes, wanted = _classes(items, owners, unit.num_shards)
     held = segments(layout, names={item.tensor for item in items}, order="stored")
     local = {
@@ -197,15 +233,16 @@ def _local_shape(of, unit: Unit) -> tuple[int, ...]:
     return (*shape[:lead], shape[lead] // unit.num_shards, *shape[lead + 1 :])
 
 
-def _layout(unit: Unit, slabs: dict) -> Layout:
-    """The slabs as a layout in which no two tensors or buckets have the same name."""
-    buckets = []
-    for at, of in slabs.items():
+def _layout(leaves: Leaves, used: list[int]) -> tuple[Unit, Layout]:
+    """The slabs as a layout in which no two tensors or buckets have the same name, and one of their units."""
+    slabs = [(at, of) for at in used if (of := leaves.leaves[at].of) is not None]
+    unit, buckets = slabs[0][1].unit, []
+    for at, of in slabs:
         renamed = tuple(
             replace(p, tensor=replace(p.tensor, name=f"{at}:{p.tensor.name}")) for p in of.slab.placements
         )
         buckets.append(Bucket(str(at), (replace(of.slab, placements=renamed),), of.unit.bucket.stack))
-    return Layout(unit.num_shards, tuple(buckets), unit.shares)
+    return unit, Layout(unit.num_shards, tuple(buckets), unit.shares)
 
 
 def _assign(items: list[_Item], layout: Layout, shard: bool, tolerance: float) -> tuple[OwnerPlan, dict]:
