@@ -33,6 +33,8 @@ def probe(imports: str) -> subprocess.CompletedProcess:
         "ragged_jax.optim",
         "ragged_jax.optim._reference",
         "ragged_jax.optim._muon_reference",
+        "ragged_jax.optim._blocks",
+        "ragged_jax.optim._routes",
     ],
 )
 def test_the_core_imports_no_framework(module):
@@ -90,6 +92,7 @@ def test_the_public_surface():
         "Layout",
         "LayoutError",
         "MixedPrecision",
+        "NameMap",
         "PackedTensor",
         "RaggedShard",
         "ShardedTree",
@@ -106,6 +109,7 @@ def test_the_public_surface():
         "get",
         "get_layout",
         "labelled",
+        "load_huggingface",
         "norms",
         "offload",
         "optim",
@@ -114,6 +118,7 @@ def test_the_public_surface():
         "quantisation_error",
         "replicated",
         "rows",
+        "save_huggingface",
         "shard_like",
         "shard_tree",
         "tile",

@@ -190,6 +190,28 @@ class Checkpoint:
             else:
                 self._scatter(source, entry, held, sorted(wanted), raw, placement)
 
+    def read_part(self, name: str, start: int, out: np.ndarray, placement: Placement, *, cast: bool = False) -> None:
+        """Fills a flat array with consecutive elements of a tensor.
+
+        Args:
+          name: of the tensor.
+          start: the first of them, in the order that `placement` says.
+          out: flat and contiguous.
+          placement: shape and order of the tensor as it is wanted.
+          cast: whether a tensor that was saved with another dtype is converted; otherwise it is an error.
+
+        Raises:
+          CheckpointError: there is no such tensor, or it is damaged.
+          ValueError: it was saved with another dtype.
+        """
+        saved = self.entry(self.sources(name, placement.tensor.shape)[0].name).dtype
+        if saved != str(out.dtype) and not cast:
+            raise ValueError(f"{name}: saved as {saved}, wanted as {out.dtype}; `cast=True` would convert it")
+        raw = out if saved == str(out.dtype) else np.empty(out.size, numpy_dtype(saved))
+        self.read_runs(name, [Run(start, 0, out.size)], raw, placement)
+        if raw is not out:
+            out[:] = raw.astype(out.dtype)
+
     def _held(self, entry: TensorEntry) -> list[tuple[FileEntry, int, list[Run]]]:
         """Each piece of a tensor: its file, the place of its first element there in bytes, its runs from there."""
         return [

@@ -12,7 +12,6 @@ import numpy as np
 from ..layout import Bucket, Buffer, Layout, Placement, Slab, can_be_tiled
 from ._checkpoint import Checkpoint, numpy_dtype
 from ._manifest import TensorEntry
-from ._runs import Run
 from ._write import Part
 
 
@@ -132,12 +131,4 @@ def fill_shard(
         for layer in range(bucket.num_copies):
             name = join(prefix, layer_name(bucket, piece.tensor.name, layer), suffix)
             out = layers[layer, piece.offset : piece.offset + numel]
-            saved = checkpoint.entry(checkpoint.sources(name, piece.tensor.shape)[0].name).dtype
-            if saved == str(out.dtype):
-                checkpoint.read_runs(name, [Run(piece.start, 0, numel)], out, placement)
-            elif cast:
-                raw = np.empty(numel, numpy_dtype(saved))
-                checkpoint.read_runs(name, [Run(piece.start, 0, numel)], raw, placement)
-                out[:] = raw.astype(out.dtype)
-            else:
-                raise ValueError(f"{name}: saved as {saved}, wanted as {out.dtype}; `cast=True` would convert it")
+            checkpoint.read_part(name, piece.start, out, placement, cast=cast)

@@ -5,19 +5,23 @@ model's variables, becomes the tensors in it, under the path of the tree and the
 Every other leaf is a tensor under its own path. Flax objects are taken as their states, so ties are saved once.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh
 from jax.tree_util import keystr, tree_flatten_with_path
 
 from ..adapters import SLABS
-from ..checkpoint import TensorEntry, join, slab_tensors
+from ..checkpoint import TensorEntry, join
 from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
+from ..optim._adam8bit import ScaleByAdam8bitState
+from ._holding import Holding, InSlab
+from ._quantised import EMPTY, Moments
 
 PYTHON = {bool: "bool", int: "int64", float: "float64", complex: "complex128"}
 _IMPL = "prng_impl"
@@ -28,33 +32,57 @@ class Item:
     """A leaf of a state.
 
     Attributes:
-      prefix: of its tensors' names; for an ordinary leaf the whole name.
-      suffix: what follows the tensors' names, where a slab has several leaves.
+      name: of the tensor that an ordinary array is; else the prefix of its tensors' names.
       leaf: the array, or what stands for one.
-      of: which slab it is, if it is one.
+      held: how tensors lie in it; None for an array that is a tensor itself.
+      shape: of the tensor that an ordinary array is, where it is another than the array's.
+      attributes: of it in a checkpoint.
+      is_empty: whether it holds nothing at all.
     """
 
-    prefix: str
+    name: str
+    leaf: Any
+    held: Holding | None = None
+    shape: tuple[int, ...] | None = None
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    is_empty: bool = False
+
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """What it is in a checkpoint, by name."""
+        if self.is_empty:
+            return {}
+        if self.held is not None:
+            return self.held.tensors(str(self.leaf.dtype))
+        if is_key(self.leaf):
+            data = jax.eval_shape(jax.random.key_data, self.leaf)
+            attributes = {_IMPL: str(jax.random.key_impl(self.leaf))}
+            return {self.name: TensorEntry(str(data.dtype), data.shape, attributes=attributes)}
+        if type(self.leaf) in PYTHON:
+            return {self.name: TensorEntry(PYTHON[type(self.leaf)], ())}
+        shape = tuple(self.leaf.shape) if self.shape is None else self.shape
+        return {self.name: TensorEntry(str(self.leaf.dtype), shape, attributes=dict(self.attributes))}
+
+
+class _Raw(NamedTuple):
+    """A leaf before it is known what its neighbours are: `name` as of an item, and what follows it in the path."""
+
+    name: str
     suffix: str
     leaf: Any
     of: SlabOf | None
 
-    def tensors(self) -> dict[str, TensorEntry]:
-        """What it is in a checkpoint, by name."""
-        if self.of is not None:
-            bucket, dtype = self.of.unit.bucket, str(self.leaf.dtype)
-            return slab_tensors(bucket, self.of.slab, prefix=self.prefix, suffix=self.suffix, dtype=dtype)
-        if is_key(self.leaf):
-            data = jax.eval_shape(jax.random.key_data, self.leaf)
-            attributes = {_IMPL: str(jax.random.key_impl(self.leaf))}
-            return {self.prefix: TensorEntry(str(data.dtype), data.shape, attributes=attributes)}
-        if type(self.leaf) in PYTHON:
-            return {self.prefix: TensorEntry(PYTHON[type(self.leaf)], ())}
-        return {self.prefix: TensorEntry(str(self.leaf.dtype), tuple(self.leaf.shape))}
-
 
 def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and check.is_key(leaf)
+
+
+def sharding_of(item: Item) -> Any:
+    """The sharding of what lies in a slab; by default that of the slab."""
+    assert item.held is not None
+    unit, slab = item.held.of.unit, item.held.of.slab
+    sharding = getattr(item.leaf, "sharding", None)
+    is_known = sharding is not None and not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    return sharding if is_known else unit.sharding(slab)
 
 
 def items_of(state: Any) -> tuple[list[Item], Callable[[Sequence[Any]], Any]]:
@@ -64,13 +92,15 @@ def items_of(state: Any) -> tuple[list[Item], Callable[[Sequence[Any]], Any]]:
       TypeError: leaves that are neither arrays nor numbers; all of them named.
       ValueError: two leaves have the same name.
     """
-    items: list[Item] = []
+    raws: list[_Raw] = []
     builders: list[tuple[int, Callable[[list[Any]], Any]]] = []
     flat, treedef = tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, _NODES))
     for path, node in flat:
         found, build = _node_items(_name(path), node)
-        items += found
+        raws += found
         builders.append((len(found), build))
+    moments = _moments(state)
+    items = [_item(raw, moments) for raw in raws]
     _check(items)
 
     def build_all(leaves: Sequence[Any]) -> Any:
@@ -83,6 +113,23 @@ def items_of(state: Any) -> tuple[list[Item], Callable[[Sequence[Any]], Any]]:
     return items, build_all
 
 
+def _moments(state: Any) -> list[Moments]:
+    """The states of 8-bit optimizers, wherever they are."""
+
+    def stops(x: Any) -> bool:
+        return isinstance(x, (*_NODES, ScaleByAdam8bitState))
+
+    found = []
+    for path, node in tree_flatten_with_path(state, is_leaf=stops)[0]:
+        inner = nnx.iter_graph(node) if isinstance(node, nnx.Pytree) else [((), node)]
+        found += [
+            Moments(join(_name(path), *map(str, below)), x)
+            for below, x in inner
+            if isinstance(x, ScaleByAdam8bitState)
+        ]
+    return found
+
+
 _NODES = (ShardedTree, nnx.State, nnx.Pytree, nnx.Variable)
 
 
@@ -90,10 +137,10 @@ def _name(path: tuple) -> str:
     return keystr(path, simple=True, separator="/")
 
 
-def _node_items(name: str, node: Any) -> tuple[list[Item], Callable[[list[Any]], Any]]:
+def _node_items(name: str, node: Any) -> tuple[list[_Raw], Callable[[list[Any]], Any]]:
     if isinstance(node, ShardedTree):
         marked = _marked(name, node)
-        leaves, treedef = jax.tree.flatten(marked, is_leaf=lambda x: isinstance(x, Item))
+        leaves, treedef = jax.tree.flatten(marked, is_leaf=lambda x: isinstance(x, _Raw))
         return leaves, lambda new: jax.tree.unflatten(treedef, new)
     if isinstance(node, nnx.State):
         return _state_items(name, node)
@@ -104,36 +151,46 @@ def _node_items(name: str, node: Any) -> tuple[list[Item], Callable[[list[Any]],
         graphdef, state = nnx.split(node)
         items, build = _state_items(name, state)
         return items, lambda new: nnx.merge(graphdef, build(new))
-    return [Item(name or "value", "", node, None)], lambda new: new[0]
+    return [_Raw(name or "value", "", node, None)], lambda new: new[0]
 
 
 def _marked(prefix: str, node: ShardedTree) -> ShardedTree:
     def mark(slab: str, value: Any) -> Any:
         of = SlabOf(node.unit, slab)
         flat, treedef = tree_flatten_with_path(value)
-        return jax.tree.unflatten(treedef, [_item(prefix, _name(path), leaf, of) for path, leaf in flat])
+        return jax.tree.unflatten(treedef, [_Raw(prefix, _name(path), leaf, of) for path, leaf in flat])
 
     slabs: Any = {name: mark(name, value) for name, value in node.slabs.items()}
     return node.replace(slabs, {name: _marked(prefix, child) for name, child in node.children.items()})
 
 
-def _item(prefix: str, suffix: str, leaf: Any, of: SlabOf) -> Item:
+def _item(raw: _Raw, moments: Sequence[Moments]) -> Item:
+    of, path = raw.of, raw.name if raw.of is None else join(raw.name, raw.suffix)
+    place = next(((m, found) for m in moments if (found := m.find(path))), None)
+    if of is None:
+        if place and (known := place[0].ordinary(*place[1])):
+            name, shape, attributes = known
+            return Item(name, raw.leaf, None, shape, attributes, is_empty=name == EMPTY)
+        return Item(raw.name, raw.leaf)
     not_split([of.slab], "a checkpoint")
-    if tuple(leaf.shape) == of.unit.shape(of.slab):
-        return Item(prefix, suffix, leaf, of)
-    return Item(join(prefix, "slabs", of.unit.bucket.name, of.name, suffix), "", leaf, None)
+    if place:
+        moment, kind, rest = place[1]
+        return Item(join(place[0].path, moment, rest), raw.leaf, place[0].holding(of, moment, kind, rest))
+    if tuple(raw.leaf.shape) == of.unit.shape(of.slab):
+        return Item(raw.name, raw.leaf, InSlab(of, raw.name, raw.suffix))
+    return Item(join(raw.name, "slabs", of.unit.bucket.name, of.name, raw.suffix), raw.leaf)
 
 
-def _state_items(name: str, state: nnx.State) -> tuple[list[Item], Callable[[list[Any]], Any]]:
-    items: list[Item] = []
+def _state_items(name: str, state: nnx.State) -> tuple[list[_Raw], Callable[[list[Any]], Any]]:
+    raws: list[_Raw] = []
     parts: list[tuple[Any, Any, int, Any]] = []
     for path, variable in nnx.to_flat_state(state):
         below = join(name, *map(str, path))
         if isinstance(variable, nnx.Variable):
             found, treedef = _variable_items(below, variable)
         else:
-            found, treedef = [Item(below, "", variable, None)], None
-        items += found
+            found, treedef = [_Raw(below, "", variable, None)], None
+        raws += found
         parts.append((path, variable, len(found), treedef))
 
     def build(leaves_of_all: list[Any]) -> nnx.State:
@@ -145,19 +202,19 @@ def _state_items(name: str, state: nnx.State) -> tuple[list[Item], Callable[[lis
             flat.append((path, new))
         return nnx.from_flat_state(flat)
 
-    return items, build
+    return raws, build
 
 
-def _variable_items(name: str, variable: nnx.Variable) -> tuple[list[Item], Any]:
+def _variable_items(name: str, variable: nnx.Variable) -> tuple[list[_Raw], Any]:
     flat, treedef = tree_flatten_with_path(variable.get_raw_value())
     known = jax.tree.leaves(slabs_in(variable), is_leaf=lambda x: isinstance(x, SlabOf))
-    items = []
+    raws = []
     for (path, leaf), of in zip(flat, known, strict=True):
         if isinstance(of, SlabOf):
-            items.append(_item(_prefix(name, of), _name(path), leaf, of))
+            raws.append(_Raw(_prefix(name, of), _name(path), leaf, of))
         else:
-            items.append(Item(join(name, _name(path)), "", leaf, None))
-    return items, treedef
+            raws.append(_Raw(join(name, _name(path)), "", leaf, None))
+    return raws, treedef
 
 
 def _prefix(name: str, of: SlabOf) -> str:
@@ -171,7 +228,7 @@ def _prefix(name: str, of: SlabOf) -> str:
 def _check(items: Sequence[Item]) -> None:
     bad = [item for item in items if not hasattr(item.leaf, "dtype") and type(item.leaf) not in PYTHON]
     if bad:
-        listing = "\n".join(f"  {item.prefix}: {type(item.leaf).__name__}" for item in bad)
+        listing = "\n".join(f"  {item.name}: {type(item.leaf).__name__}" for item in bad)
         raise TypeError(f"a checkpoint holds arrays and numbers; give the rest as `metadata`:\n{listing}")
     check.distinct([name for item in items for name in item.tensors()])
 
@@ -180,8 +237,8 @@ def layouts_of(items: Sequence[Item]) -> dict[str, Layout]:
     """The layouts that the slabs of a state follow, by prefix."""
     units: dict[str, dict[Unit, None]] = {}
     for item in items:
-        if item.of is not None:
-            units.setdefault(item.prefix, {})[item.of.unit] = None
+        if isinstance(item.held, InSlab):
+            units.setdefault(item.name, {})[item.held.of.unit] = None
     made: dict[frozenset, Layout] = {}
     layouts = {}
     for prefix, of in units.items():

@@ -1,19 +1,17 @@
 """Between the arrays of a JAX state and a checkpoint: each device's part goes straight from or to the disk."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint import ALIGNMENT, Checkpoint, CheckpointError, Part, Region, fill_shard, numpy_dtype, shard_parts
-from ..fsdp import SlabOf, array_from_parts
-from ..layout import Layout
-from ._state import PYTHON, Item, is_key
+from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, numpy_dtype, runs_of
+from ..fsdp import array_from_parts
+from ._holding import Holding
+from ._state import PYTHON, Item, is_key, sharding_of
 
 _REST = "state"  # the file of what is in no bucket
 
@@ -38,22 +36,28 @@ def parts_of(items: Sequence[Item], rank: int, *, copy: bool) -> Iterator[Part]:
         elif rank == 0:
             dtype = PYTHON.get(type(item.leaf))
             data = np.array(item.leaf, dtype and np.dtype(dtype))
-            yield Part(item.prefix, ((0, data.size),), data, _REST)
+            yield Part(item.name, ((0, data.size),), data, _REST)
 
 
 def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarray) -> Iterator[Part]:
     data = np.ascontiguousarray(data)
-    if item.of is not None:
-        unit, slab = item.of.unit, item.of.slab
-        buffers = {(unit.bucket.name, slab.name): data}
-        k = unit.shard_at(slab, shard.index)
-        yield from shard_parts(_layout(item.of), k, buffers, prefix=item.prefix, suffix=item.suffix)
+    if item.held is not None:
+        flat = data.reshape(-1)
+        for s in item.held.segments(shard.index):
+            yield Part(s.tensor, ((s.start, s.stop),), flat[s.offset :][: s.stop - s.start], item.held.group)
+        return
+    if item.is_empty:
         return
     region = _region(shard.index, shape)
+    if item.shape is not None:
+        for run in runs_of(region, shape):
+            part = data.reshape(-1)[run.at : run.at + run.numel]
+            yield Part(item.name, ((run.first, run.first + run.numel),), part, _REST)
+        return
     if all(span == (0, size) for span, size in zip(region[1:], shape[1:], strict=True)):
         row = data[:1].size if shape else 1
         region = ((region[0][0] * row, region[0][1] * row),) if shape else ((0, 1),)
-    yield Part(item.prefix, region, data, _REST)
+    yield Part(item.name, region, data, _REST)
 
 
 def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
@@ -61,45 +65,30 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     return tuple(spans)
 
 
-@cache
-def _layout(of: SlabOf) -> Layout:
-    """A layout of this slab alone."""
-    unit = of.unit
-    return Layout(unit.num_shards, (replace(unit.bucket, slabs=(of.slab,)),), unit.shares)
-
-
-def check_restorable(checkpoint: Checkpoint, items: Sequence[Item], cast: bool) -> None:
-    """Raises CheckpointError when a checkpoint does not hold what a state wants; every difference is listed."""
-    faults = []
-    for item in items:
-        for name, want in item.tensors().items():
-            try:
-                sources = checkpoint.sources(name, want.shape)
-            except CheckpointError as error:
-                faults.append(str(error).removeprefix(f"{checkpoint.path} has "))
-                continue
-            saved = checkpoint.entry(sources[0].name)
-            if saved.dtype != want.dtype and not cast:
-                faults.append(f"{name}: saved as {saved.dtype}, wanted as {want.dtype}; `cast=True` would convert it")
-            if saved.attributes != want.attributes:
-                faults.append(f"{name}: saved with {saved.attributes}, wanted with {want.attributes}")
-    if faults:
-        more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
-        raise CheckpointError(f"{checkpoint.path} is not of this state:\n  " + "\n  ".join([*faults[:50], *more]))
-
-
 def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     """A leaf from a checkpoint. Each device is sent its own part, and no more than that is read."""
-    if item.of is not None:
-        return _restored_slab(checkpoint, item, item.of, cast)
-    leaf, ((name, want),) = item.leaf, item.tensors().items()
-    dtype = numpy_dtype(want.dtype)
+    if item.held is not None:
+        return _restored_slab(checkpoint, item, item.held, cast)
+    leaf = item.leaf
+    entries = item.tensors()
+    shape = tuple(getattr(leaf, "shape", ()))
+    dtype = np.dtype(leaf.dtype) if item.is_empty else numpy_dtype(entries[item.name].dtype)
+    if is_key(leaf):
+        shape = entries[item.name].shape
 
     def read(region: Region) -> np.ndarray:
-        return checkpoint.read_region(name, region, want.shape).astype(dtype, copy=False)
+        if item.is_empty:
+            return np.zeros([stop - start for start, stop in region], dtype)
+        if item.shape is None:
+            return checkpoint.read_region(item.name, region, shape).astype(dtype, copy=False)
+        parts = [
+            checkpoint.read_region(item.name, ((run.first, run.first + run.numel),), item.shape)
+            for run in runs_of(region, shape)
+        ]
+        return np.concatenate(parts).reshape([stop - start for start, stop in region]).astype(dtype, copy=False)
 
-    part = _once(lambda index: _region(index, want.shape), read)
-    whole = (slice(None),) * len(want.shape)
+    part = _once(lambda index: _region(index, shape), read)
+    whole = (slice(None),) * len(shape)
     if type(leaf) in PYTHON:
         return type(leaf)(part(whole))
     if isinstance(leaf, np.ndarray | np.generic):
@@ -108,25 +97,27 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     if sharding is None or not getattr(leaf, "committed", True):
         array = jnp.asarray(part(whole))
     elif is_key(leaf):
-        array = array_from_parts(want.shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
+        array = array_from_parts(shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
     else:
-        array = array_from_parts(want.shape, sharding, part, dtype=dtype)
+        array = array_from_parts(shape, sharding, part, dtype=dtype)
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
 
 
-def _restored_slab(checkpoint: Checkpoint, item: Item, of: SlabOf, cast: bool) -> jax.Array:
-    unit, slab, dtype = of.unit, of.slab, item.leaf.dtype
-    sharding = getattr(item.leaf, "sharding", None) or unit.sharding(slab)
-    local = sharding.shard_shape(unit.shape(slab))
+def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool) -> jax.Array:
+    leaf, sharding = item.leaf, sharding_of(item)
+    local = sharding.shard_shape(leaf.shape)
 
-    def read(k: int) -> np.ndarray:
-        buffer = _aligned_zeros(local, dtype)
-        buffers: Mapping = {(unit.bucket.name, slab.name): buffer}
-        fill_shard(checkpoint, _layout(of), k, buffers, prefix=item.prefix, suffix=item.suffix, cast=cast)
+    def read(region: Region) -> np.ndarray:
+        buffer = _aligned_zeros(local, leaf.dtype)
+        flat = buffer.reshape(-1)
+        for s in held.segments(tuple(slice(*span) for span in region)):
+            checkpoint.read_part(
+                s.tensor, s.start, flat[s.offset :][: s.stop - s.start], held.placement(s.tensor), cast=cast
+            )
         return buffer
 
-    part = _once(lambda index: unit.shard_at(slab, index), read)
-    return array_from_parts(unit.shape(slab), sharding, part, dtype=dtype)
+    part = _once(lambda index: _region(index, leaf.shape), read)
+    return array_from_parts(leaf.shape, sharding, part, dtype=leaf.dtype)
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

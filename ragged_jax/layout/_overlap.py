@@ -87,9 +87,9 @@ def segments(
                 tensor = placement.tensor
                 if (names is not None and tensor.name not in names) or not tensor.numel:
                     continue
-                runs = _runs(placement) if order == "row_major" else [(0, 0, tensor.numel)]
+                runs = stored_runs(placement) if order == "row_major" else [(0, 0, tensor.numel)]
                 for k, start, stop, offset in _pieces(layout, placement, size):
-                    pieces = list(_cut(runs, start, stop))
+                    pieces = list(cut_runs(runs, start, stop))
                     for layer in range(num_layers):
                         shift, at = layer * tensor.numel, offset + layer * layout.largest_share * size
                         for first, stored, numel in pieces:
@@ -108,7 +108,7 @@ def _pieces(layout: Layout, placement: Placement, size: int) -> Iterator[tuple[i
         yield k, low - offset, high - offset, low - ends[k] * size
 
 
-def _runs(placement: Placement) -> list[tuple[int, int, int]]:
+def stored_runs(placement: Placement) -> list[tuple[int, int, int]]:
     """`(first, stored, numel)`: row-major elements from `first` on that are stored together, by rising `stored`."""
     tensor = placement.tensor
     if placement.storage == "row_major" and placement.axis_order is None:
@@ -120,8 +120,8 @@ def _runs(placement: Placement) -> list[tuple[int, int, int]]:
     return [(int(index[low]), low, high - low) for low, high in pairwise(starts)]
 
 
-def _cut(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """The runs between two places in the stored tensor."""
+def cut_runs(runs: list[tuple[int, int, int]], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """The runs `(first, stored, numel)`, by rising `stored`, between two places in the stored tensor."""
     for first, stored, numel in runs[max(0, bisect_right(runs, start, key=lambda run: run[1]) - 1) :]:
         if stored >= stop:
             break

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._norms import clip_by_global_norm as clip_by_global_norm
     from ._norms import global_norm as global_norm
     from ._norms import tensor_norms as tensor_norms
-    from ._routing import Routing as Routing
+    from ._routes import Routing as Routing
     from ._routing import routing as routing
     from ._stochastic import StochasticRoundingState as StochasticRoundingState
     from ._stochastic import stochastic_round as stochastic_round
@@ -43,7 +43,7 @@ _WHERE = {
     "MatrixDims": "_forms",
     "Moment8bit": "_adam8bit",
     "MuonState": "_muon",
-    "Routing": "_routing",
+    "Routing": "_routes",
     "ScaleByAdam8bitState": "_adam8bit",
     "StochasticRoundingState": "_stochastic",
     "adamw8bit": "_adam8bit",

@@ -1,6 +1,6 @@
 """Block-wise 8-bit AdamW as optax transforms, and as a step that never makes the update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -10,12 +10,12 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ..fsdp import Leaf, Leaves, leaves_of, not_split
+from ..fsdp import Leaf, Leaves, SlabOf, leaves_of, not_split
 from ..fsdp._check import is_traced
 from ..fsdp._unit import pin
 from ..layout import Block
 from ._adam8bit_math import Stored, step
-from ._blocks import DEFAULT, BlockChoice, Grid, grid_of_array, grid_of_slab, not_whole
+from ._blocks import DEFAULT, BlockChoice, Grid, choose, grid_of_array, grid_of_slab, not_whole
 from ._formula import Finish, Numbers, Rules, power
 from ._maps import MapName, code_map
 from ._places import Bits, key_of, places_of
@@ -40,6 +40,40 @@ class Moment8bit(NamedTuple):
     exact: Any
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Quantisation:
+    """What is quantised, in which blocks, and what the codes mean. A value, and a pytree node without leaves.
+
+    Attributes:
+      block: the rule; a mapping as a tuple of its items.
+      min_numel: tensors with fewer elements keep float32.
+      map: the code map.
+    """
+
+    block: Block | tuple[tuple[str, Block | None], ...]
+    min_numel: int
+    map: MapName
+
+    def _choice(self) -> BlockChoice:
+        return dict(self.block) if isinstance(self.block, tuple) else self.block
+
+    def block_of(self, name: str, shape: tuple[int, ...]) -> Block | None:
+        """In which blocks a tensor is quantised; None for float32."""
+        return choose(name, shape, self._choice(), self.min_numel)
+
+    def grid(self, leaf: Leaf) -> tuple[Grid, list[str]]:
+        """The blocks of a leaf, and a line for every tensor of it whose blocks are not whole."""
+        if leaf.of is None:
+            return grid_of_array(leaf.path, leaf.shape, self._choice(), self.min_numel), []
+        return self.grid_of_slab(leaf.of)
+
+    def grid_of_slab(self, of: SlabOf) -> tuple[Grid, list[str]]:
+        """The same of a slab."""
+        unit = of.unit
+        return grid_of_slab(unit.bucket, of.slab, unit.num_shards, unit.shares, self._choice(), self.min_numel)
+
+
 class ScaleByAdam8bitState(NamedTuple):
     """State of `scale_by_adam8bit`.
 
@@ -47,20 +81,21 @@ class ScaleByAdam8bitState(NamedTuple):
       count: steps taken.
       mu, nu: the moments.
       leaves: what the parameters are; static.
+      quantisation: in which blocks they are quantised; static.
     """
 
     count: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
     mu: Moment8bit
     nu: Moment8bit
     leaves: Leaves
+    quantisation: Quantisation
 
 
 @dataclass(frozen=True)
 class _Adam:
     """The options, and what follows from them for the leaves of a tree."""
 
-    block: BlockChoice
-    min_numel: int
+    quantisation: Quantisation
     rules: Rules
     _grids: dict[Leaves, tuple[Grid, ...]] = field(default_factory=dict, repr=False, compare=False)
 
@@ -75,13 +110,7 @@ class _Adam:
             faults: list[str] = []
             grids = []
             for leaf in leaves:
-                if leaf.of is None:
-                    grids.append(grid_of_array(leaf.path, leaf.shape, self.block, self.min_numel))
-                    continue
-                unit = leaf.of.unit
-                grid, wrong = grid_of_slab(
-                    unit.bucket, leaf.of.slab, unit.num_shards, unit.shares, self.block, self.min_numel
-                )
+                grid, wrong = self.quantisation.grid(leaf)
                 grids.append(grid)
                 faults += wrong
             if faults:
@@ -100,7 +129,7 @@ class _Adam:
         mu, nu = (
             Moment8bit(*(jax.tree.unflatten(treedef, [p[i][j] for p in parts]) for j in range(3))) for i in range(2)
         )
-        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), mu, nu, leaves)
+        return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), mu, nu, leaves, self.quantisation)
 
     def step(
         self,
@@ -261,13 +290,15 @@ def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0, seed: Any 
 
 
 def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk, kernel: Any = "xla") -> _Adam:
-    for mapped in block.values() if isinstance(block, dict) else (block,):
+    for mapped in block.values() if isinstance(block, Mapping) else (block,):
         if not isinstance(mapped, Block | None):
             raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
     code_map(map, signed=True)
     if chunk == "auto":
         chunk = CHUNK_ON_CPU if jax.default_backend() == "cpu" else None
-    return _Adam(block, min_numel, Rules(map, int(clamp_second_moment), nesterov, chunk, kernel))
+    rule = tuple(block.items()) if isinstance(block, Mapping) else block
+    rules = Rules(map, int(clamp_second_moment), nesterov, chunk, kernel)
+    return _Adam(Quantisation(rule, min_numel, map), rules)
 
 
 def scale_by_adam8bit(
@@ -331,7 +362,7 @@ def scale_by_adam8bit(
         flat, treedef = jax.tree.flatten(updates)
         finishes = [_as_gradient] * len(flat)
         out, mu, nu = adam.step(_numbers(count, b1, b2, eps), updates, state, flat, finishes)
-        return jax.tree.unflatten(treedef, out), ScaleByAdam8bitState(count, mu, nu, state.leaves)
+        return jax.tree.unflatten(treedef, out), state._replace(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformation(adam.init, update)  # pyright: ignore[reportArgumentType]
 
@@ -440,6 +471,6 @@ def fused_adamw8bit(
         numbers = _numbers(count, b1, b2, eps, rate, seed)
         finishes = [_applied(weight_decay if d else 0.0) for d in decays]
         out, mu, nu = adam.step(numbers, grads, state, flat, finishes, stochastic_rounding)
-        return jax.tree.unflatten(treedef, out), ScaleByAdam8bitState(count, mu, nu, state.leaves)
+        return jax.tree.unflatten(treedef, out), state._replace(count=count, mu=mu, nu=nu)
 
     return FusedOptimizer(adam.init, apply)

@@ -230,14 +230,15 @@ def grid_of_slab(
     for placement in slab.placements:
         tensor = placement.tensor
         block = choose(tensor.name, tensor.shape, rule, min_numel)
-        found, wrong = _parts(placement, block)
+        found, wrong = parts_of_placement(placement, block)
         (exact if block is None else parts).extend(found)
         wrong = wrong or [*Grid(tuple(found), (), bounds, room).faults()][:1]
         faults += [f"  {tensor.name}: shape {tensor.shape}, quantised in {block!r}, {fault}" for fault in wrong]
     return Grid(tuple(parts), tuple(exact), bounds, room), faults
 
 
-def _parts(placement: Placement, block: Block | None) -> tuple[list[Part], list[str]]:
+def parts_of_placement(placement: Placement, block: Block | None) -> tuple[list[Part], list[str]]:
+    """The parts of a tensor in a slab that is quantised in these blocks, and what is wrong with it."""
     tensor, offset = placement.tensor, placement.offset
     if not tensor.numel:
         return [], []

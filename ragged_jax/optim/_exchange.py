@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 
 from ..fsdp._joined import vary
-from ._owners import Class, Moves, Owners, Runs
+from ..fsdp._runs import taken
+from ._owners import Class, Moves, Owners
 
 
 def on_devices(owners: Owners, body: Callable, *, in_specs: Any = None, out_specs: Any = None) -> Callable:
@@ -82,21 +83,12 @@ def zeros(owners: Owners, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 def _move(moves: Moves, pool: jax.Array, axis: str) -> jax.Array:
     received = [pool]
     for m in moves.messages:
-        message = _take(m.take, pool, axis)
+        message = taken(m.take, pool, axis)
         if m.kind == "permute":
             received.append(lax.ppermute(message, axis, m.pairs))
         else:
             received.append(lax.all_to_all(message, axis, 0, 0, tiled=True))
-    return _take(moves.put, _joined(received), axis)
-
-
-def _take(runs: Runs, pool: jax.Array, axis: str) -> jax.Array:
-    """`[size, granule]` units of the pool."""
-    at = lax.axis_index(axis)
-    places = jnp.arange(runs.size, dtype=jnp.int32)
-    starts, shifts = jnp.asarray(runs.starts)[at], jnp.asarray(runs.shifts)[at]
-    run = jnp.searchsorted(starts, places, side="right") - 1
-    return jnp.take(pool, places + shifts[run], axis=0, mode="fill", fill_value=0)
+    return taken(moves.put, _joined(received), axis)
 
 
 def _joined(parts: Sequence[jax.Array]) -> jax.Array:

@@ -248,7 +248,7 @@ def partition_by(
 
 
 def _as_sharded(state: Any, leaves: Leaves) -> Any:
-    """A new state, under a trace, with its arrays of a slab's shape spread as it is: a compiler spreads none."""
+    """Under a trace, a new state whose arrays of a slab's shape lie as it does: a compiler would spread none."""
     found = {}
     for leaf in leaves:
         if leaf.of is not None and leaf.shape == leaf.of.unit.shape(leaf.of.slab):  # not inside shard_map

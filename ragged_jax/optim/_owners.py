@@ -1,8 +1,6 @@
 """Who works on what, and how it gets there: an exchange of slabs as tables that every device can follow.
 
-Index tables with an entry for each element would be as large as the model. Everything here is counted in *units*
-instead: the largest run of elements that every range, on both sides of the exchange, is a multiple of (a row, where
-tensors are cut by rows). What a device copies is a list of runs of units, which it expands when it needs them.
+Everything is counted in units, and what a device copies is a list of runs of them (see `fsdp/_runs.py`).
 """
 
 import hashlib
@@ -16,63 +14,13 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from ..fsdp import Leaves, Unit, not_split
+from ..fsdp._runs import Runs, granule_of, in_units, profile_of
 from ..layout import Bucket, Layout, Segment, segments
-from ..planner import SHARDED, Exchange, Matrix, OwnerPlan, assign_owners, exchange, hardware
+from ..planner import SHARDED, Exchange, Matrix, OwnerPlan, assign_owners, exchange
 from ._forms import Form
 from ._tensors import tensors_of
 
-_PROFILES = {"cpu": "cpu", "tpu": "v5p"}
 _OWNED, _SHARDED = "owned", "sharded"
-
-
-@dataclass(frozen=True, eq=False)
-class Runs:
-    """For each device, which unit of a pool each unit of a buffer is.
-
-    Attributes:
-      size: of the buffer, in units.
-      pool: of what is copied from; an index beyond it means nothing, and reads as zero.
-      starts, shifts: of shape [devices, most runs]; unit `u` of the run that starts at or last before it is unit
-        `u + shift` of the pool.
-    """
-
-    size: int
-    pool: int
-    starts: np.ndarray
-    shifts: np.ndarray
-
-    @classmethod
-    def of(cls, size: int, pool: int, num_devices: int, copies: Iterable[tuple[int, int, int, int]]) -> "Runs":
-        """From copies `(device, to, from, units)`."""
-        by_device: list[list[tuple[int, int, int]]] = [[] for _ in range(num_devices)]
-        for device, to, source, numel in copies:
-            by_device[device].append((to, source, numel))
-        table = [_runs(sorted(device), size, pool) for device in by_device]
-        width = max(map(len, table), default=1)
-        full = np.array([[*runs, *[(size, pool)] * (width - len(runs))] for runs in table], np.int32)
-        return cls(size, pool, full[..., 0], full[..., 1])
-
-    @cached_property
-    def _key(self) -> tuple:
-        return self.size, self.pool, self.starts.shape, self.starts.tobytes(), self.shifts.tobytes()
-
-    def __hash__(self):
-        return hash(self._key)
-
-    def __eq__(self, other):
-        return isinstance(other, Runs) and self._key == other._key
-
-
-def _runs(copies: list[tuple[int, int, int]], size: int, pool: int) -> list[tuple[int, int]]:
-    """`(start, shift)` of one device, gaps included."""
-    runs, end = [], 0
-    for to, source, numel in copies:
-        if to > end:
-            runs.append((end, pool))
-        if not runs or to > end or runs[-1][1] != source - to:
-            runs.append((to, source - to))
-        end = to + numel
-    return [*runs, (end, pool)] if end < size or not runs else runs
 
 
 @dataclass(frozen=True)
@@ -176,10 +124,7 @@ class _Item:
 
     @property
     def matrix(self) -> Matrix:
-        form = self.form
-        stored = form.stored_matrix
-        rows, cols = stored[:2] if stored else (form.rows, form.numel // max(1, form.rows))
-        return Matrix(self.tensor, self.index, rows, cols, form.cost)
+        return self.form.matrix(self.tensor, self.index)
 
 
 Forms = tuple[tuple[int, Form], ...]
@@ -262,12 +207,13 @@ def _plan(leaves: Leaves, used: list[int], items: list["_Item"], plan: OwnerPlan
         at: unit.share * layout.bucket(str(at)).num_copies * layout.bucket(str(at)).slabs[0].shard_numel
         for at in used
     }
-    granule = _granule(held, wanted, [*local.values(), *(c.form.numel for c in classes), *(c.start for c in classes)])
-    profile = hardware(_PROFILES.get(unit.mesh.devices.flat[0].platform, "h100"))
+    granule = granule_of(
+        held, wanted, [*local.values(), *(c.form.numel for c in classes), *(c.start for c in classes)]
+    )
     made = exchange(
-        _in_units(held, granule),
-        _in_units(wanted, granule),
-        profile,
+        in_units(held, granule),
+        in_units(wanted, granule),
+        profile_of(unit.mesh),
         dtype=leaves.leaves[used[0]].dtype,
         name="owners",
         num_copies=granule,
@@ -313,20 +259,8 @@ def _assign(items: list[_Item], layout: Layout, shard: bool, tolerance: float) -
     """For each item its owner. What may not be sharded goes to the device with the least work."""
     by_matrix = {item.matrix: item for item in items}
     plan = assign_owners(by_matrix, layout.num_shards, layout=layout, tolerance=tolerance)
-    owners = list(plan.owners)
-    loads = [
-        sum(m.cost for m, o in zip(plan.matrices, owners, strict=True) if o == k) for k in range(plan.num_shards)
-    ]
-    todo = [
-        (-m.cost, i)
-        for i, (m, owner) in enumerate(zip(plan.matrices, owners, strict=True))
-        if owner == SHARDED and not (shard and by_matrix[m].form.stored_matrix)
-    ]
-    for cost, i in sorted(todo):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] -= cost
-    plan = replace(plan, owners=tuple(owners))
-    return plan, {by_matrix[m]: owner for m, owner in zip(plan.matrices, owners, strict=True)}
+    plan = plan.settled(lambda m: shard and by_matrix[m].form.stored_matrix is not None)
+    return plan, {by_matrix[m]: owner for m, owner in zip(plan.matrices, plan.owners, strict=True)}
 
 
 def _classes(items: list[_Item], owners: dict, num: int) -> tuple[tuple[Class, ...], list[list[Segment]]]:
@@ -358,18 +292,6 @@ def _classes(items: list[_Item], owners: dict, num: int) -> tuple[tuple[Class, .
         classes.append(Class(form, counts, shape[0], shape, end))
         end = classes[-1].stop
     return tuple(classes), wanted
-
-
-def _granule(held, wanted, sizes: Iterable[int]) -> int:
-    places = {n for device in (*held, *wanted) for s in device for n in (s.start, s.stop, s.offset)}
-    return math.gcd(*places, *sizes) or 1
-
-
-def _in_units(devices, granule: int) -> list[list[Segment]]:
-    return [
-        [Segment(s.tensor, s.start // granule, s.stop // granule, s.buffer, s.offset // granule) for s in device]
-        for device in devices
-    ]
 
 
 def _moves(made: Exchange, sources: dict, pool: int, targets: dict, size: int) -> Moves:
