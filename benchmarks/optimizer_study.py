@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -138,23 +139,32 @@ def main() -> None:
     args = parser.parse_args()
     corpus = text.load(None)
     judged = text.windows(corpus.held_out, 512, args.length)
-    rows = []
-    names = list(optimizers(0.0))
-    first, rest = names[:2], names[2:]  # what matters most first
-    for some in (first, rest):
-        for seed, name in [(seed, name) for seed in range(args.seeds) for name in some]:
-            start = time.perf_counter()
-            losses, held_out, optimizer = train(name, seed, corpus, judged, args)
-            found = errors(optimizer) if name == "fp32" else {}
-            rows.append({"optimizer": name, "seed": seed, "held_out": held_out, "losses": losses, "errors": found})
-            print(
-                f"{name}, seed {seed}: {held_out:.4f}, {time.perf_counter() - start:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-            if args.out:
-                write(rows, args)
+    rows = already(args)
+    done = {(row["optimizer"], row["seed"]) for row in rows}
+    for seed, name in product(range(args.seeds), optimizers(0.0)):
+        if (name, seed) in done:
+            continue
+        start = time.perf_counter()
+        losses, held_out, optimizer = train(name, seed, corpus, judged, args)
+        found = errors(optimizer) if name == "fp32" else {}
+        rows.append({"optimizer": name, "seed": seed, "held_out": held_out, "losses": losses, "errors": found})
+        seconds = time.perf_counter() - start
+        print(f"{name}, seed {seed}: {held_out:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
+        if args.out:
+            write(rows, args)
     print(table(rows))
+
+
+def setting(args: argparse.Namespace) -> dict:
+    """What must be the same for runs to be compared."""
+    return {"jax": jax.__version__, **{k: v for k, v in vars(args).items() if k not in ("out", "seeds")}}
+
+
+def already(args: argparse.Namespace) -> list[dict]:
+    """The runs of an earlier call in the same setting, so that one that was stopped goes on."""
+    path = args.out and args.out.with_suffix(".json")
+    held = json.loads(path.read_text()) if path and path.exists() else {}
+    return held["rows"] if held.get("setting") == setting(args) else []
 
 
 def write(rows: list[dict], args: argparse.Namespace) -> None:
@@ -163,7 +173,8 @@ def write(rows: list[dict], args: argparse.Namespace) -> None:
     about = f"jax {jax.__version__}, CPU; {model}, b2 = 0.95"
     document = f"# Block shapes of 8-bit AdamW\n\n`{command}`\n\n{about}\n\n{table(rows)}\n"
     args.out.with_suffix(".md").write_text(document)
-    args.out.with_suffix(".json").write_text(json.dumps({"command": command, "rows": rows}) + "\n")
+    held = {"command": command, "setting": setting(args), "rows": rows}
+    args.out.with_suffix(".json").write_text(json.dumps(held) + "\n")
     draw(rows, args.out.with_suffix(".png"))
 
 

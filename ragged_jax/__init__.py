@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint as Checkpoint
     from .checkpoint import CheckpointError as CheckpointError
     from .exchange import Checkpointer as Checkpointer
+    from .exchange import load_huggingface as load_huggingface
     from .exchange import redistribute as redistribute
+    from .exchange import save_huggingface as save_huggingface
     from .fsdp import DynamicLossScale as DynamicLossScale
     from .fsdp import MixedPrecision as MixedPrecision
     from .fsdp import ShardedTree as ShardedTree
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from .layout import Block as Block
     from .layout import Layout as Layout
     from .layout import LayoutError as LayoutError
+    from .layout import NameMap as NameMap
     from .layout import RaggedShard as RaggedShard
     from .layout import elements as elements
     from .layout import rows as rows
@@ -56,7 +59,7 @@ __version__ = version("ragged-jax")
 _HOME = {
     "adapters": ("PackedTensor", "fully_shard", "labelled"),
     "checkpoint": ("Checkpoint", "CheckpointError"),
-    "exchange": ("Checkpointer", "redistribute"),
+    "exchange": ("Checkpointer", "load_huggingface", "redistribute", "save_huggingface"),
     "fsdp": (
         "DynamicLossScale",
         "MixedPrecision",
@@ -85,7 +88,7 @@ _HOME = {
         "value_and_grad",
         "varying",
     ),
-    "layout": ("Block", "Layout", "LayoutError", "RaggedShard", "elements", "rows", "tile", "whole"),
+    "layout": ("Block", "Layout", "LayoutError", "NameMap", "RaggedShard", "elements", "rows", "tile", "whole"),
 }
 _WHERE = {name: package for package, names in _HOME.items() for name in names}
 

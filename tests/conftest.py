@@ -5,9 +5,13 @@ library's own arithmetic is held to the strict rules in `test_transforms.py`.
 """
 
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax
 import pytest
@@ -20,6 +24,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 collect_ignore = ["checkpoint_killer.py", "two_processes.py", "torch_workers"]  # programs that tests start
 DEEP = os.environ.get("HYPOTHESIS_PROFILE") == "deep"
+
+
+def pytest_configure(config):
+    """What a test compiled, the others, pytest's other workers and their processes take from a cache of this run."""
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = tempfile.mkdtemp(prefix="compiled-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+        jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def pytest_collection_modifyitems(config, items):

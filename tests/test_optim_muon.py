@@ -244,6 +244,7 @@ def _sine(x):
     return jnp.sin(100 * x)
 
 
+@pytest.mark.deep  # the common suite has its like, with smaller models
 def test_a_flax_module_and_its_wrappers():
     """One compile, the state as sharded as the model, the same numbers as one device; under the usual wrappers."""
     tx = optax.MultiSteps(

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -18,6 +19,7 @@ from flax import nnx
 from models import Block, OddModel, batches, flat, make_mesh, train_sharded
 
 import ragged_jax as rj
+from ragged_jax.fsdp._processes import check_layout_on_all_processes
 from ragged_jax.layout import disagreement
 
 ROOT = Path(__file__).parents[1]
@@ -133,6 +135,15 @@ def test_a_killed_process_ends_the_other_with_an_error(pair):
 def test_a_single_process_compares_nothing():
     assert jax.process_count() == 1
     rj.check_same_on_all_processes({"anything": "at all"})
+
+
+def test_devices_of_a_machine_that_is_not_here_are_not_asked():
+    """Ahead-of-time compiles shard over the topologies of whole clusters."""
+    elsewhere = SimpleNamespace(
+        devices=np.array([SimpleNamespace(process_index=i) for i in range(4)]), shape={"fsdp": 4}
+    )
+    layout = rj.plan({"w": jax.ShapeDtypeStruct((8, 8), "float32")}, 4).layout
+    check_layout_on_all_processes(layout, elsewhere, ("fsdp",))
 
 
 def test_the_message_names_runs_of_processes_and_stays_short():

@@ -1,14 +1,18 @@
 """`fully_shard`: a torch module whose parameters are spread over ranks and gathered unit by unit."""
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import BlockRule, Layout, elements
+from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements
 from ragged_jax.planner import Plan
 from ragged_jax.planner import plan as make_plan
 
+from ._homes import register
+from ._layouts import unstacked as unstacked_layout
+from ._memory import materialize_buffers
 from ._plan import Part, Units, parts_of
 from ._reduction import Groups
 from ._runtime import Runtime
@@ -25,6 +29,8 @@ def fully_shard(
     units: Units = None,
     block: BlockRule | None = None,
     plan: Plan | Layout | None = None,
+    names: NameMap | None = None,
+    device: torch.device | str | None = None,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     prefetch: int = 1,
@@ -39,12 +45,17 @@ def fully_shard(
     one made before holds parameters that are not used any more.
 
     Args:
-      module: on its device. Every rank has the same one.
+      module: on its device, or on `meta`. Every rank has the same one.
       mesh: of one dim, the ranks that share the model, or of two: replicas of it, and the ranks that share one. By
         default all ranks share it.
       units: which submodules are gathered on their own, when they run: types, or a predicate on name and module.
       block: what no rank boundary may cut; one rule, or a mapping from path patterns to rules.
-      plan: a plan or layout to follow instead of making one.
+      plan: a plan or layout to follow instead of making one, such as that of a JAX job (`load_layout`). Of layers
+        that are stacked there, each is a unit of its own here, and a rank's part of it is its row of the stack's.
+      names: what the layout calls the parameters and in which order their dims come there, where that is another
+        (`flax_names`). A parameter that is transposed so stays a view of the gathered buffer.
+      device: where a module from `meta` is to live; by default that of the mesh. It has no values then: restore a
+        checkpoint, or call `init_parameters`.
       reshard_after_forward: whether units are dropped after forward and gathered again for backward. The root is
         kept: it is needed first.
       mp_policy: dtypes to gather and compute in, to reduce in, and of outputs.
@@ -57,7 +68,8 @@ def fully_shard(
     Raises:
       ValueError: the plan is for another model or number of ranks (every difference is listed), or units that match
         nothing.
-      NotImplementedError: the plan stores tensors tile by tile, or stacks layers.
+      NotImplementedError: the plan stores tensors tile by tile, or so that torch would have to copy them.
+      NameMapError: `names` are not those of the module.
 
     Reference: Zhao et al., "PyTorch FSDP", arXiv:2304.11277; the layout follows arXiv:2602.22437.
     """
@@ -66,17 +78,19 @@ def fully_shard(
     if not 0 <= prefetch < limit:
         raise ValueError(f"prefetch must be at least 0 and below the limit {limit}, got {prefetch}")
     groups = _groups(mesh)
-    parts = parts_of(module, units)
-    layout = _layout(parts, dist.get_world_size(groups.shard), block, plan)
-    check_viewable(layout.buckets)
+    parts = parts_of(module, units, names)
+    layout, buckets = _layout(parts, dist.get_world_size(groups.shard), block, plan)
+    check_viewable(layout.buckets, {name: seen for part in parts for name, seen in part.seen.items()})
+    place = _device(module, mesh, device)
     made = []
-    for part in parts:
-        keep = reshard_after_forward and bool(part.name)
-        bucket = layout.bucket(part.name)
-        made.append(Unit(bucket, layout.shares, part.tensors, part.uses, groups, mp_policy, keep))
+    for part, bucket in zip(parts, buckets, strict=True):
+        drop = reshard_after_forward and part.module is not module
+        made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, drop))
     runtime = Runtime(made, layout, prefetch, limit)
+    runtime.missing_buffers = materialize_buffers(module, place)
     for part, unit in zip(parts, made, strict=True):
         runtime.attach(part.module, unit)
+    register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
     return module
 
@@ -87,28 +101,52 @@ def _groups(mesh: DeviceMesh | None) -> Groups:
             raise RuntimeError("call torch.distributed.init_process_group first")
         return Groups(world)
     if mesh.ndim == 1:
-        return Groups(mesh.get_group())
+        return Groups(mesh.get_group(), mesh=mesh)
     if mesh.ndim == 2:
-        return Groups(mesh.get_group(1), mesh.get_group(0))
+        return Groups(mesh.get_group(1), mesh.get_group(0), mesh)
     raise ValueError(f"a mesh of one dim (shards) or two (replicas, shards), got {mesh.ndim}")
 
 
-def _layout(parts: list[Part], num_shards: int, block: BlockRule | None, given: Plan | Layout | None) -> Layout:
+def _device(module: nn.Module, mesh: DeviceMesh | None, device: torch.device | str | None) -> torch.device:
+    places = {x.device for x in module.parameters() if not x.is_meta}
+    if len(places) > 1:
+        raise ValueError(f"a module on one device, got parameters on {', '.join(sorted(map(str, places)))}")
+    if device is None:
+        return places.pop() if places else torch.device(mesh.device_type if mesh else "cpu")
+    if places and {p.type for p in places} != {torch.device(device).type}:
+        raise ValueError(f"device={device}, but the module is on {places.pop()}; move it first")
+    return torch.device(device)
+
+
+def _layout(
+    parts: list[Part], num_shards: int, block: BlockRule | None, given: Plan | Layout | None
+) -> tuple[Layout, list[Bucket]]:
+    """The layout to follow, and the bucket of each part."""
     groups = [part.group(block or elements(1)) for part in parts]
     if given is None:
-        return make_plan(groups, num_shards).layout
-    layout = given.layout if isinstance(given, Plan) else given
+        layout = make_plan(groups, num_shards).layout
+        return layout, [layout.bucket(group.name) for group in groups]
+    layout = unstacked_layout(given.layout if isinstance(given, Plan) else given)
     faults = [] if layout.num_shards == num_shards else [f"for {layout.num_shards} shards, there are {num_shards}"]
-    wanted = {(g.name, t.name): (t.shape, t.dtype, t.label) for g in groups for t in g.tensors}
-    found = {(b.name, t.name): (t.shape, t.dtype, t.label) for b in layout.buckets for t in b.tensors}
-    for (bucket, name), facts in sorted(wanted.items() | found.items()):
-        if facts != found.get((bucket, name)):
-            faults.append(f"{name}: the model has {facts} in unit {bucket!r}, the plan {found.get((bucket, name))}")
-        elif (bucket, name) not in wanted:
-            faults.append(f"{name}: planned in unit {bucket!r}, the model has none")
+    wanted = {t.name: (t.full_shape, t.dtype) for group in groups for t in group.tensors}
+    found = {t.name: (t.full_shape, t.dtype) for t in layout.tensors}
+    homes = {t.name: bucket for bucket in layout.buckets for t in bucket.tensors}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            faults.append(f"{name}: the model has {wanted.get(name)}, the plan {found.get(name)}")
+    faults += (f"{t.name}: planned for slices over {t.split_axes}" for t in layout.tensors if t.splits)
+    buckets = []
+    for group in groups:
+        names = {tensor.name for tensor in group.tensors}
+        bucket = next((homes[name] for name in sorted(names) if name in homes), Bucket(group.name, ()))
+        buckets.append(bucket)
+        for name in sorted(names ^ {tensor.name for tensor in bucket.tensors}):
+            if name in wanted and name in found:
+                inside = f"in unit {group.name!r}, and" if name in names else f"outside of unit {group.name!r}, but"
+                faults.append(f"{name}: the model has it {inside} the plan in bucket {homes[name].name!r}")
     if faults:
         raise ValueError("the plan does not fit:\n" + "\n".join(f"  {fault}" for fault in faults))
-    return layout
+    return layout, buckets
 
 
 def runtime_of(module: nn.Module) -> Runtime:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import nn
 
 from ragged_jax.layout import Bucket, Placement, Slab
 
@@ -109,3 +110,14 @@ def allocate(
             shard_start = -(-(last.shard_start + last.high - last.low) // step) * step
         found.append(SlabRange(slab, low, high, ends[-1] * slab.shard_numel, start, shard_start))
     return [Memory(slabs, dtype, compute_dtype(dtype), device) for dtype, slabs in by_dtype.items()]
+
+
+def materialize_buffers(module: nn.Module, device: torch.device) -> set[str]:
+    """Gives memory to the buffers that a module has on `meta`. Returns their paths; they have no values yet."""
+    missing = set()
+    for path, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[name] = torch.empty_like(buffer, device=device)
+                missing.add("/".join(filter(None, (path.replace(".", "/"), name))))
+    return missing

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_jax.layout import Placement
 
 from ._collectives import Work, start_reduce
 from ._memory import Memory, SlabRange
-from ._views import view_of
+from ._views import Seen, stored_part, view_of
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,12 @@ class Groups:
     Attributes:
       shard: those that share the model.
       replicate: those that hold the same part of it, or None.
+      mesh: where they come from, if it was given.
     """
 
     shard: dist.ProcessGroup
     replicate: dist.ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -38,6 +41,7 @@ class Slot:
     Attributes:
       placement: where it lies in its slab.
       slab: where that lies.
+      seen: how the layout's tensor becomes the parameter.
       uses: the modules that have it, with the attribute's name; several when it is tied.
       shard: what this rank holds of it, 1-D in stored order: what the module shows and optimizers update.
       whole: the parameter as a view of the gathered slab: what the module shows while it computes.
@@ -45,9 +49,20 @@ class Slot:
 
     placement: Placement
     slab: SlabRange
+    seen: Seen
     uses: list[tuple[nn.Module, str]]
     shard: nn.Parameter
     whole: nn.Parameter
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """The parameter in a whole slab."""
+        return view_of(whole, self.placement, self.seen)
+
+    def take(self, tensor: torch.Tensor) -> None:
+        """Sets this rank's part to that of a whole tensor."""
+        with torch.no_grad():
+            part = stored_part(tensor.detach(), self.placement, self.seen, *self.slab.local(self.placement))
+            self.shard.data.copy_(part)
 
     def show(self, parameter: nn.Parameter) -> None:
         for module, attribute in self.uses:
@@ -92,13 +107,13 @@ class Reduction:
         self._work: Work | None = start_reduce(self._reduced, packed, groups.shard, shares)
 
     def _pack(self, slabs: list[SlabRange], wholes: torch.Tensor) -> None:
-        grads = {id(slot.placement): slot.whole.grad for slot in self._slots if slot.whole.grad is not None}
+        used = {id(slot.placement): slot for slot in self._slots if slot.whole.grad is not None}
         for slab in slabs:
             whole, end = slab.whole(wholes), 0
             for placement in slab.slab.placements:
-                if id(placement) in grads:
+                if (slot := used.get(id(placement))) and slot.whole.grad is not None:
                     whole[end : placement.offset].zero_()
-                    view_of(whole, placement).copy_(grads[id(placement)])
+                    slot.view(whole).copy_(slot.whole.grad)
                     end = placement.stop
             whole[end:].zero_()
         for slot in self._slots:

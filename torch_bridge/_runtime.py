@@ -25,10 +25,14 @@ class Runtime:
       units: the root first.
       layout: what they follow.
       distance, limit: of the schedule.
+
+    Attributes:
+      missing_buffers: paths of buffers that were made on `meta` and have no values yet.
     """
 
     def __init__(self, units: list[Unit], layout: Layout, distance: int, limit: int):
         self.units, self.layout, self.distance, self.limit = units, layout, distance, limit
+        self.missing_buffers: set[str] = set()
         self.in_backward = False
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
@@ -51,6 +55,7 @@ class Runtime:
             self._abandon_backward()
         if not self.in_backward and unit is self.units[0]:
             self._recording = []
+            self._check_buffers()
             for other in self.units:  # whole since a pass that was not finished, they may be out of date
                 other.reshard()
         unit.unshard()
@@ -68,6 +73,13 @@ class Runtime:
             for i, x in zip(at, _AfterBackward.apply(self, unit, *(flat[i] for i in at)), strict=True):
                 flat[i] = x
         return tree_unflatten(flat, spec)
+
+    def _check_buffers(self) -> None:
+        if self.missing_buffers:
+            raise RuntimeError(
+                f"these buffers were made on `meta` and have no values yet: {', '.join(sorted(self.missing_buffers))}"
+                ". Call `init_parameters`; checkpoints hold those that are persistent"
+            )
 
     def _after(self, unit: Unit, output: Any) -> Any:
         if unit.policy.output_dtype is not None:

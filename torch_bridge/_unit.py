@@ -1,6 +1,7 @@
 """`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -11,10 +12,9 @@ from ragged_jax.layout import Bucket
 
 from ._collectives import Work, start_gather
 from ._memory import Memory, allocate
+from ._plan import Part
 from ._reduction import Groups, Reduction, Slot
 from ._views import view_of
-
-Uses = list[tuple[nn.Module, str]]
 
 
 class Unit:
@@ -27,19 +27,22 @@ class Unit:
     Args:
       bucket: its layout.
       shares: parts of each slab that every rank holds, or None for one each.
-      tensors: by name, the unsharded parameters; this rank's part of their values is copied.
-      uses: by name, the modules that have them.
+      part: the module with its unsharded parameters; this rank's part of their values is copied, if they have any.
+      device: where its memory is.
       groups: the ranks.
       policy: dtypes to gather, compute and reduce in.
       reshard_after_forward: whether the gathered slabs are dropped between forward and backward.
+
+    Attributes:
+      missing: names of parameters that were made on `meta` and have no values yet.
     """
 
     def __init__(
         self,
         bucket: Bucket,
         shares: tuple[int, ...] | None,
-        tensors: Mapping[str, nn.Parameter],
-        uses: Mapping[str, Uses],
+        part: Part,
+        device: torch.device,
         groups: Groups,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool,
@@ -48,37 +51,42 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         self.requires_gradient_sync = True
         self.num_open_backwards = 0  # calls of the module whose backward has begun and not ended
-        self.device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
+        self.device = device
+        self.missing = {name for name, x in part.tensors.items() if x.is_meta}
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
         self._is_whole = False
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
         self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, self._compute_dtype)
         with torch.no_grad():
-            self._slots = [(m, [*self._fill(m, tensors, uses)]) for m in self._memories]
+            self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
+        self._shown = [  # looked at before every gather: nothing but what is compared
+            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.placement.tensor.name)
+            for slot in self.slots
+            for module, attribute in slot.uses
+        ]
         for memory in self._memories:
             memory.drop()
 
     def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.policy.param_dtype or dtype if dtype.is_floating_point else dtype
 
-    def _fill(self, memory: Memory, tensors: Mapping[str, nn.Parameter], uses: Mapping[str, Uses]) -> Iterator[Slot]:
+    def _fill(self, memory: Memory, part: Part) -> Iterator[Slot]:
         for slab in memory.slabs:
             # `.data` has a version counter of its own: a later gather must not look like a change in place.
             whole = slab.whole(memory.wholes).data
             for placement in slab.slab.placements:
                 name = placement.tensor.name
-                tensor = tensors[name]
-                piece = slab.piece(memory.shards.data, placement)
-                low, high = slab.local(placement)
-                order = placement.axis_order or tuple(range(tensor.ndim))
-                piece.copy_(tensor.detach().permute(order).reshape(-1)[low:high])
-                parameters = (nn.Parameter(x, tensor.requires_grad) for x in (piece, view_of(whole, placement)))
-                slot = Slot(placement, slab, uses[name], *parameters)
+                tensor, seen = part.tensors[name], part.seen[name]
+                views = (slab.piece(memory.shards.data, placement), view_of(whole, placement, seen))
+                parameters = (nn.Parameter(x, tensor.requires_grad) for x in views)
+                slot = Slot(placement, slab, seen, part.uses[name], *parameters)
+                if not tensor.is_meta:
+                    slot.take(tensor)
                 slot.show(slot.shard)
                 yield slot
 
-    @property
+    @cached_property
     def slots(self) -> list[Slot]:
         """Its parameters."""
         return [slot for _, slots in self._slots for slot in slots]
@@ -109,20 +117,21 @@ class Unit:
                 self._gathering += self._start_gather(memory, memory.wholes)
 
     def _check_shards(self) -> None:
-        """Raises RuntimeError when parameters are no longer views of the unit's memory."""
-        lost = [
-            slot.placement.tensor.name
-            for memory, slots in self._slots
-            for slot in slots
-            if (
-                slot.shard.numel()
-                and slot.shard.data_ptr() != slot.slab.piece(memory.shards.data, slot.placement).data_ptr()
-            )
-            or any(module._parameters.get(attribute) is not slot.shard for module, attribute in slot.uses)
-        ]
-        if lost:
+        """Raises RuntimeError when parameters have no values, or are no longer views of the unit's memory."""
+        if self.missing:
             raise RuntimeError(
-                f"these parameters were replaced or moved after `fully_shard`: {', '.join(lost)}. Convert the module "
+                f"these parameters were made on `meta` and have no values yet: {', '.join(sorted(self.missing))}. "
+                "Restore a checkpoint, or call `init_parameters`"
+            )
+        lost = {
+            name
+            for shard, address, parameters, attribute, name in self._shown
+            if shard.data_ptr() != address or parameters.get(attribute) is not shard
+        }
+        if lost:
+            names = ", ".join(sorted(lost))
+            raise RuntimeError(
+                f"these parameters were replaced or moved after `fully_shard`: {names}. Convert the module "
                 "(`.to`, `.bfloat16()`) before it is sharded; load values inside `unsharded(module, writeback=True)`"
             )
 
@@ -162,14 +171,14 @@ class Unit:
 
     def gather_masters(self) -> Iterator[tuple[Slot, torch.Tensor]]:
         """Every parameter whole, in the dtype of its shard, in memory of its own."""
+        self._check_shards()
         with torch.no_grad():
             for memory, slots in self._slots:
                 wholes = torch.empty(memory.wholes.numel(), dtype=memory.shards.dtype, device=self.device)
                 for work in self._start_gather(memory, wholes):
                     work.wait()
                 for slot in slots:
-                    view = view_of(slot.slab.whole(wholes), slot.placement)
-                    yield slot, view.clone(memory_format=torch.contiguous_format)
+                    yield slot, slot.view(slot.slab.whole(wholes)).clone(memory_format=torch.contiguous_format)
 
     def write_back(self) -> None:
         """Takes this rank's part of what the whole parameters hold."""

@@ -9,13 +9,14 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..layout import SAFETENSORS_DTYPES
+from ._lazy import Lazy
 
 ALIGNMENT = 64
 CHUNK_NBYTES = 1 << 18
@@ -31,7 +32,7 @@ class Entry(NamedTuple):
       name: of the entry; unique in its file.
       dtype: its element type, as layouts name it.
       shape: of the array as the file shows it.
-      data: contiguous buffers that make it up, one after the other.
+      data: contiguous buffers that make it up, one after the other, or `Lazy`.
     """
 
     name: str
@@ -54,15 +55,24 @@ class Written(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
+def write_safetensors(
+    path: Path, entries: Sequence[Entry], *, alignment: int = ALIGNMENT, metadata: Mapping[str, str] | None = None
+) -> Written:
     """Writes a new file and brings it to the disk.
+
+    Args:
+      path: the file.
+      entries: what goes into it.
+      alignment: of the data of every entry; 1 leaves no gaps, and so no fillers.
+      metadata: texts for the header.
 
     Raises:
       FileExistsError: there is one.
       OSError: the disk is full, or the like. What was written by then stays there.
     """
     views = [[bytes_of(buffer) for buffer in entry.data] for entry in entries]
-    header, starts, fillers = _header(entries, [sum(view.nbytes for view in parts) for parts in views])
+    sizes = [sum(view.nbytes for view in parts) for parts in views]
+    header, starts, fillers = _header(entries, sizes, alignment, metadata)
     stream = [memoryview(header)]
     for parts, filler in zip(views, fillers, strict=True):
         stream += [*parts, filler]
@@ -103,7 +113,9 @@ def _write_all(descriptor: int, views: list[memoryview]) -> None:
 
 
 def bytes_of(buffer: Any) -> memoryview:
-    """The bytes of an array or another contiguous buffer."""
+    """The bytes of an array or another contiguous buffer; `Lazy` as they are."""
+    if isinstance(buffer, Lazy):
+        return buffer  # pyright: ignore[reportReturnType]
     if isinstance(buffer, np.ndarray):  # bfloat16 and its like have no buffers of their own
         return np.ascontiguousarray(buffer).reshape(-1).view(np.uint8).data
     return memoryview(buffer).cast("B")
@@ -130,8 +142,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _header(entries: Sequence[Entry], sizes: Sequence[int]) -> tuple[bytes, list[int], list[memoryview]]:
-    document: dict[str, Any] = {}
+def _header(
+    entries: Sequence[Entry], sizes: Sequence[int], alignment: int, metadata: Mapping[str, str] | None
+) -> tuple[bytes, list[int], list[memoryview]]:
+    document: dict[str, Any] = {_RESERVED: dict(metadata)} if metadata else {}
     starts, fillers, end = [], [], 0
     for entry, nbytes in zip(entries, sizes, strict=True):
         if entry.name in document or entry.name == _RESERVED or entry.name.startswith(FILLER):
@@ -141,7 +155,7 @@ def _header(entries: Sequence[Entry], sizes: Sequence[int]) -> tuple[bytes, list
             shape, dtype = (*shape, 2), "F64"
         document[entry.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + nbytes]}
         starts.append(end)
-        missing = -nbytes % ALIGNMENT
+        missing = -nbytes % alignment
         if missing:
             span = [end + nbytes, end + nbytes + missing]
             document[f"{FILLER}{len(starts)}"] = {"dtype": "U8", "shape": [missing], "data_offsets": span}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..checkpoint import ALIGNMENT, Checkpoint, CheckpointError, Part, Region, numpy_dtype, runs_of
+from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, numpy_dtype, runs_of
 from ..fsdp import array_from_parts
 from ._holding import Holding
 from ._state import PYTHON, Item, is_key, region_of, sharding_of
@@ -58,26 +58,6 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
         row = data[:1].size if shape else 1
         region = ((region[0][0] * row, region[0][1] * row),) if shape else ((0, 1),)
     yield Part(item.name, region, data, _REST)
-
-
-def check_restorable(checkpoint: Checkpoint, items: Sequence[Item], cast: bool) -> None:
-    """Raises CheckpointError when a checkpoint does not hold what a state wants; every difference is listed."""
-    faults = []
-    for item in items:
-        for name, want in item.tensors().items():
-            try:
-                sources = checkpoint.sources(name, want.shape)
-            except CheckpointError as error:
-                faults.append(str(error).removeprefix(f"{checkpoint.path} has "))
-                continue
-            saved = checkpoint.entry(sources[0].name)
-            if saved.dtype != want.dtype and not cast:
-                faults.append(f"{name}: saved as {saved.dtype}, wanted as {want.dtype}; `cast=True` would convert it")
-            if saved.attributes != want.attributes:
-                faults.append(f"{name}: saved with {saved.attributes}, wanted with {want.attributes}")
-    if faults:
-        more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
-        raise CheckpointError(f"{checkpoint.path} is not of this state:\n  " + "\n  ".join([*faults[:50], *more]))
 
 
 def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:

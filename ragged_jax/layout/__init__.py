@@ -10,10 +10,14 @@ from ._block import elements as elements
 from ._block import rows as rows
 from ._block import tile as tile
 from ._block import whole as whole
+from ._boxes import Box as Box
+from ._boxes import boxes as boxes
+from ._dims import Link as Link
 from ._dtypes import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from ._dtypes import itemsize as itemsize
 from ._errors import LayoutError as LayoutError
 from ._json import Document as Document
+from ._known_names import NAME_MAPS as NAME_MAPS
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
@@ -21,6 +25,10 @@ from ._manifest import disagreement as disagreement
 from ._manifest import from_text as from_text
 from ._manifest import manifest as manifest
 from ._manifest import to_text as to_text
+from ._names import Mapped as Mapped
+from ._names import NameMap as NameMap
+from ._names import NameMapError as NameMapError
+from ._names import NameRule as NameRule
 from ._order import row_major_index as row_major_index
 from ._order import stored_index as stored_index
 from ._overlap import Buffer as Buffer

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
     from ._norms import clip_by_global_norm as clip_by_global_norm
     from ._norms import global_norm as global_norm
     from ._norms import tensor_norms as tensor_norms
-    from ._routing import Routing as Routing
+    from ._routes import Routing as Routing
     from ._routing import routing as routing
+    from ._stochastic import StochasticRoundingState as StochasticRoundingState
+    from ._stochastic import stochastic_round as stochastic_round
+    from ._stochastic import stochastic_rounding as stochastic_rounding
     from ._with_tensors import with_tensors as with_tensors
 
 _WHERE = {
@@ -40,8 +43,9 @@ _WHERE = {
     "MatrixDims": "_forms",
     "Moment8bit": "_adam8bit",
     "MuonState": "_muon",
-    "Routing": "_routing",
+    "Routing": "_routes",
     "ScaleByAdam8bitState": "_adam8bit",
+    "StochasticRoundingState": "_stochastic",
     "adamw8bit": "_adam8bit",
     "add_decayed_weights": "_masks",
     "clip_by_global_norm": "_norms",
@@ -58,6 +62,8 @@ _WHERE = {
     "scale_by_adam8bit": "_adam8bit",
     "scale_by_muon": "_muon",
     "scale_by_path": "_masks",
+    "stochastic_round": "_stochastic",
+    "stochastic_rounding": "_stochastic",
     "tensor_norms": "_norms",
     "with_tensors": "_with_tensors",
 }

@@ -17,7 +17,9 @@ from ..layout import Block
 from ._adam8bit_math import Finish, Numbers, Rules, Stored, power, step
 from ._blocks import DEFAULT, BlockChoice, Grid, choose, grid_of_array, grid_of_slab, not_whole
 from ._maps import MapName, code_map
+from ._places import Bits, key_of, places_of
 from ._quantise import product
+from ._stochastic import stochastic_round
 
 MIN_NUMEL = 4096
 CHUNK_ON_CPU = 2**17
@@ -128,8 +130,16 @@ class _Adam:
         )
         return ScaleByAdam8bitState(jnp.zeros([], jnp.int32), mu, nu, leaves, self.quantisation)
 
-    def step(self, numbers: Numbers, grads: Any, state: ScaleByAdam8bitState, alongs: list, finishes: list[Finish]):
-        """What `finishes` make of the directions, as a list, and the next moments."""
+    def step(
+        self,
+        numbers: Numbers,
+        grads: Any,
+        state: ScaleByAdam8bitState,
+        alongs: list,
+        finishes: list[Finish],
+        random: bool = False,
+    ):
+        """What `finishes` make of the directions, as a list, and the next moments; `random` gives bfloat16 bits."""
         flat, treedef = jax.tree.flatten(grads)
         _same_leaves(flat, state.leaves)
         stored = [
@@ -137,7 +147,7 @@ class _Adam:
             for moment in (state.mu, state.nu)
         ]
         rows = [
-            _Row(leaf, grid, finish, (g, mu, nu, along))
+            _Row(leaf, grid, finish, (g, mu, nu, along), random and along.dtype == jnp.bfloat16)
             for leaf, grid, finish, g, mu, nu, along in zip(
                 state.leaves, self.grids(state.leaves), finishes, flat, *stored, alongs, strict=True
             )
@@ -148,7 +158,7 @@ class _Adam:
             if row.leaf.of is None:
                 chunk = self.rules.chunk if _on_one_device(row.arrays[0]) else None
                 rules = Rules(self.rules.map, self.rules.at_least, self.rules.nesterov, chunk)
-                done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish)
+                done[i] = step(row.grid, rules, numbers, 0, *row.arrays, row.finish, row.draw(numbers, 0))
             else:
                 groups.setdefault((row.leaf.of.unit.mesh, row.leaf.of.unit.axis), []).append(i)
         for (mesh, axis), members in groups.items():
@@ -167,7 +177,7 @@ class _Adam:
         def local(numbers, arrays):
             index = lax.axis_index(axis)
             return [
-                step(row.grid, self.rules, numbers, index, *own, row.finish)  # pyright: ignore[reportCallIssue]
+                step(row.grid, self.rules, numbers, index, *own, row.finish, row.draw(numbers, index))  # pyright: ignore[reportCallIssue]
                 for row, own in zip(rows, arrays, strict=True)
             ]
 
@@ -190,6 +200,10 @@ class _Row(NamedTuple):
     grid: Grid
     finish: Any
     arrays: tuple[Any, Stored, Stored, Any]
+    random: bool
+
+    def draw(self, numbers: Numbers, index: Any) -> Bits | None:
+        return places_of(self.leaf).bits(numbers.key, index) if self.random else None
 
 
 def _same_leaves(flat: list, leaves: Leaves) -> None:
@@ -248,28 +262,29 @@ def _natural_scales(grid: Grid, shape: tuple[int, ...]) -> tuple[int, ...]:
     return (grid.num_blocks, *(1,) * (len(shape) - 1))
 
 
-def _as_gradient(n: Numbers, u: jax.Array, g: jax.Array) -> jax.Array:
+def _as_gradient(n: Numbers, u: jax.Array, g: jax.Array, bits: None) -> jax.Array:
     return u.astype(g.dtype)
 
 
 def _applied(decay: float) -> Finish:
     """The parameter after the step."""
 
-    def finish(n: Numbers, u: jax.Array, p: jax.Array) -> jax.Array:
+    def finish(n: Numbers, u: jax.Array, p: jax.Array, bits: jax.Array | None) -> jax.Array:
         p32 = p.astype(jnp.float32)
         if decay:
             u = u + product(p32, jnp.float32(decay))
-        return (p32 - product(n.rate, u)).astype(p.dtype)
+        new = p32 - product(n.rate, u)
+        return new.astype(p.dtype) if bits is None else stochastic_round(new, bits)
 
     return finish
 
 
-def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0) -> Numbers:
+def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0, seed: Any = 0) -> Numbers:
     f32 = lambda x: jnp.asarray(x, jnp.float32)
     left = lambda b, t: 1 / (1 - power(b, t))
     return Numbers(
         f32(b1), f32(b2), f32(1 - b1), f32(1 - b2), f32(eps), left(b1, count), left(b2, count), left(b1, count + 1),
-        f32(rate),
+        f32(rate), key_of(seed, count),
     )  # fmt: skip
 
 
@@ -411,11 +426,14 @@ def fused_adamw8bit(
     clamp_second_moment: bool = True,
     nesterov: bool = False,
     chunk: int | Literal["auto"] | None = "auto",
+    stochastic_rounding: bool = False,
+    seed: Any = 0,
 ) -> FusedOptimizer:
     """`adamw8bit` in one pass: parameters are updated chunk by chunk, and the update of a whole array exists nowhere.
 
     The learning rate is a number or a schedule; `mask` a tree of bools of the parameters' structure, or a function
-    from parameters to one: where to decay weights.
+    from parameters to one: where to decay weights. With `stochastic_rounding`, bfloat16 parameters are rounded up or
+    down at random, with the bits of `ragged_jax.optim.stochastic_rounding(seed)`: the same on any mesh.
 
     Example:
       >>> import jax.numpy as jnp
@@ -436,9 +454,9 @@ def fused_adamw8bit(
             decays = jax.tree.leaves(mask(params) if callable(mask) else mask)
         if len(decays) != len(flat):
             raise ValueError(f"the mask has {len(decays)} leaves, the parameters have {len(flat)}")
-        numbers = _numbers(count, b1, b2, eps, rate)
+        numbers = _numbers(count, b1, b2, eps, rate, seed)
         finishes = [_applied(weight_decay if d else 0.0) for d in decays]
-        out, mu, nu = adam.step(numbers, grads, state, flat, finishes)
+        out, mu, nu = adam.step(numbers, grads, state, flat, finishes, stochastic_rounding)
         return jax.tree.unflatten(treedef, out), state._replace(count=count, mu=mu, nu=nu)
 
     return FusedOptimizer(adam.init, apply)

@@ -11,11 +11,15 @@ from jax import lax
 
 from ._blocks import Grid
 from ._maps import MapName, code_map
+from ._places import Bits
 from ._quantise import decode, encode, magnitude, product, scale_of
 
 
 class Numbers(NamedTuple):
-    """float32 scalars of a step: decay rates, their complements, corrections for the start, and the rest."""
+    """Scalars of a step: decay rates, their complements, corrections for the start, and the rest, in float32.
+
+    `key` is uint32: what random bits depend on.
+    """
 
     b1: Any
     b2: Any
@@ -26,6 +30,7 @@ class Numbers(NamedTuple):
     correct2: Any
     ahead: Any
     rate: Any
+    key: Any
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,9 @@ class Stored(NamedTuple):
 
 LANES = 16  # of the widest vector registers
 
-Finish = Callable[[Numbers, jax.Array, Any], jax.Array]
-"""From the direction (float32) and what goes along with it (gradient or parameter) to what the step returns."""
+Finish = Callable[[Numbers, jax.Array, Any, Any], jax.Array]
+"""From the direction (float32), what goes along with it (gradient or parameter) and random bits, or None for those,
+to what the step returns."""
 
 
 def power(base: jax.Array, exponent: jax.Array) -> jax.Array:
@@ -90,7 +96,16 @@ def direction(n: Numbers, rules: Rules, g: jax.Array, m: jax.Array, v: jax.Array
 
 
 def step(
-    grid: Grid, rules: Rules, n: Numbers, index: Any, g: jax.Array, mu: Stored, nu: Stored, along: Any, finish: Finish
+    grid: Grid,
+    rules: Rules,
+    n: Numbers,
+    index: Any,
+    g: jax.Array,
+    mu: Stored,
+    nu: Stored,
+    along: Any,
+    finish: Finish,
+    draw: Bits | None = None,
 ) -> tuple[jax.Array, Stored, Stored]:
     """What `finish` makes of the step's direction, and the next moments.
 
@@ -102,22 +117,24 @@ def step(
       mu, nu: its moments.
       along: what `finish` takes beside the direction, in the shape of `g`.
       finish: see there.
+      draw: random bits for it.
     """
     if not g.size:
-        return finish(n, g.astype(jnp.float32), along), mu, nu
+        return jnp.zeros_like(along), mu, nu
     if not grid.parts:
         valid = _inside(grid, index, g) if grid.padded else None
         m, v = moments(n, g.astype(jnp.float32), mu.exact, nu.exact)
-        out = finish(n, direction(n, rules, g.astype(jnp.float32), m, v), along)
+        bits = draw(jnp.arange(g.size, dtype=jnp.uint32), 0).reshape(g.shape) if draw else None
+        out = finish(n, direction(n, rules, g.astype(jnp.float32), m, v), along, bits)
         if valid is not None:
             m, v, out = (jnp.where(valid, x, jnp.zeros_like(x)) for x in (m, v, out))
         return out, mu._replace(exact=m), nu._replace(exact=v)
     if grid.view is not None:
-        return _uniform(grid.view, rules, n, g, mu, nu, along, finish)
-    return _ragged(grid, rules, n, index, g, mu, nu, along, finish)
+        return _uniform(grid.view, rules, n, g, mu, nu, along, finish, draw)
+    return _ragged(grid, rules, n, index, g, mu, nu, along, finish, draw)
 
 
-def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: Stored, nu: Stored, along, finish):
+def _uniform(view: tuple, rules: Rules, n: Numbers, g, mu: Stored, nu: Stored, along, finish: Finish, draw):
     """Where a reshape makes the blocks: a chunk of whole blocks at a time, in one pass."""
     strips, height, across, width = view
     strips *= g.size // (strips * height * across * width)  # of all layers
@@ -132,8 +149,9 @@ def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: S
         return s[:, None] if flat_blocks else s.reshape(-1, 1, across, 1)
 
     def one(given, held):
-        target, mc, ms, vc, vs = held
-        gf, along = blocks((given or held)[0]).astype(jnp.float32), blocks(target)
+        (target, mc, ms, vc, vs), (grads, strip) = held, given
+        gf, along = blocks(target if grads is None else grads).astype(jnp.float32), blocks(target)
+        bits = None if strip is None else blocks(draw(strip[:, None] * np.uint32(numel), on))
 
         def now(g, mc, ms, vc, vs):
             m = decode(blocks(mc), spread(ms), rules.signed)
@@ -144,7 +162,7 @@ def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: S
         # Unchunked, the moments are made twice: in memory they would cost more than to make them.
         most = (m, v) if rules.chunk else now(*lax.optimization_barrier((gf, mc, ms, vc, vs)))
         new_ms, new_vs = (scale_of(_largest(x)) for x in most)
-        out = finish(n, direction(n, rules, gf, m, v), along)
+        out = finish(n, direction(n, rules, gf, m, v), along, bits)
         new_mc = encode(m, spread(new_ms), rules.signed)
         new_vc = encode(v, spread(new_vs), rules.unsigned, rules.at_least)
         new = (out, new_mc, new_ms, new_vc, new_vs)
@@ -157,8 +175,10 @@ def _uniform(view: tuple[int, int, int, int], rules: Rules, n: Numbers, g, mu: S
         return s.reshape(strips) if across == 1 else s.reshape(strips, across)
 
     held = (flat(along), flat(mu.codes), scales(mu.scales), flat(nu.codes), scales(nu.scales))
-    given = () if along is g else (flat(g),)
-    size = rules.chunk and max(1, rules.chunk // (height * across * width))
+    numel = height * across * width
+    on = jnp.arange(numel, dtype=jnp.uint32)
+    given = (None if along is g else flat(g), jnp.arange(strips, dtype=jnp.uint32) if draw else None)
+    size = rules.chunk and max(1, rules.chunk // numel)
     out, mc, ms, vc, vs = in_place(one, given, held, size)
     return (
         out.reshape(g.shape),
@@ -180,7 +200,7 @@ def _largest(x: jax.Array) -> jax.Array:
     return jnp.max(lax.optimization_barrier(jnp.max(bits, axis=1 if len(outer) == 1 else (1, 3))), axis=-1)
 
 
-def _ragged(grid: Grid, rules: Rules, n: Numbers, index, g, mu: Stored, nu: Stored, along, finish):
+def _ragged(grid: Grid, rules: Rules, n: Numbers, index, g, mu: Stored, nu: Stored, along, finish, draw):
     """Where blocks begin anywhere: first the largest of every block, and then, in a second pass, the codes."""
     shape, unit = g.shape, grid.unit
     layers = g.size // grid.room
@@ -204,23 +224,28 @@ def _ragged(grid: Grid, rules: Rules, n: Numbers, index, g, mu: Stored, nu: Stor
         blocks = jnp.zeros_like(most, shape=none + 1).at[ids].max(most, mode="promise_in_bounds")
         new.append(scale_of(blocks.at[none].set(0)))
 
-    def finished(g, mc, vc, ids, along):
+    on = jnp.arange(unit, dtype=jnp.uint32)
+
+    def finished(g, mc, vc, ids, along, at):
         gf, m, v = now(g, mc, vc, ids)
         valid = (ids < none)[:, None]
-        out = finish(n, direction(n, rules, gf, m, v), along)
+        bits = draw(at[:, None] * np.uint32(unit), on) if draw else None
+        out = finish(n, direction(n, rules, gf, m, v), along, bits)
         m, v = (jnp.where(valid, x, np.float32(0)) for x in (m, v))
         ms, vs = (s.at[ids].get(mode="promise_in_bounds")[:, None] for s in new)
         codes = encode(m, ms, rules.signed), encode(v, vs, rules.unsigned, rules.at_least)
         return jnp.where(valid, out, jnp.zeros_like(out)), *codes
 
-    out, mc, vc = chunked(finished, (*inputs, units(along)), size)
+    out, mc, vc = chunked(finished, (*inputs, units(along), jnp.arange(ids.size, dtype=jnp.uint32)), size)
     m_exact, v_exact = mu.exact, nu.exact
     if grid.exact:
         at = _exact_places(grid, index)
         pick = lambda x: x.reshape(layers, -1).at[:, at].get(mode="fill", fill_value=0)
         gf, held = pick(g).astype(jnp.float32), (layers, grid.num_exact)
         m, v = moments(n, gf, m_exact.reshape(held), v_exact.reshape(held))
-        some = finish(n, direction(n, rules, gf, m, v), pick(along))
+        layer = jnp.arange(layers, dtype=jnp.uint32)[:, None] * np.uint32(grid.room)
+        bits = draw(layer + jnp.minimum(at, grid.room - 1).astype(jnp.uint32), 0) if draw else None
+        some = finish(n, direction(n, rules, gf, m, v), pick(along), bits)
         out = out.reshape(layers, -1).at[:, at].set(some, mode="drop")
         m_exact, v_exact = m.reshape(m_exact.shape), v.reshape(v_exact.shape)
     return (
@@ -267,6 +292,7 @@ def _inside(grid: Grid, index: Any, g: jax.Array) -> jax.Array:
 def in_place(function: Callable, given: tuple, held: tuple, size: int | None) -> tuple[jax.Array, ...]:
     """`function` of arrays with a common dim 0, `size` of it at a time; what it gives replaces each chunk of `held`.
 
+    `given` may hold None.
     The barriers keep reads before the writes of the same chunk; otherwise the compiler copies whole arrays.
     """
     length = held[0].shape[0]
@@ -277,7 +303,7 @@ def in_place(function: Callable, given: tuple, held: tuple, size: int | None) ->
     def replace(held, start, size):
         take = lambda x: lax.dynamic_slice_in_dim(x, start, size)
         old = lax.optimization_barrier(tuple(take(x) for x in held))
-        new = lax.optimization_barrier(function(tuple(take(x) for x in given), old))
+        new = lax.optimization_barrier(function(jax.tree.map(take, given), old))
         return tuple(lax.dynamic_update_slice_in_dim(x, y, start, 0) for x, y in zip(held, new, strict=True))
 
     whole = length // size

@@ -1,16 +1,13 @@
-"""Which dims of a tensor make a matrix, and where the matrices lie in its stored elements."""
+"""Which dims of a tensor make a matrix, and where the matrices lie in its stored elements. No framework."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from ..fsdp._slabs import from_stored, to_stored
 from ..layout import Placement, TensorSpec, tile_regions
-from ._tensors import Shape, Tensor
+from ..planner import Matrix
+from ._tensor import Shape, Tensor
 
 
 @dataclass(frozen=True)
@@ -82,25 +79,10 @@ class Form:
             return self.rows, sum(self.columns), False
         return (sum(self.columns), self.rows, True) if order == self.output + self.reduction else None
 
-    def apply(self, function: Any, stored: jax.Array) -> jax.Array:
-        """`function` of every `[batch, rows, cols]`, on stored elements."""
-        x = from_stored(self.item, stored)
-        rest = [d for d in range(x.ndim) if d not in self.reduction + self.output]
-        order = (*rest, *self.reduction, *self.output)
-        inner = tuple(x.shape[d] for d in order)
-        x = x.transpose(order).reshape(-1, self.rows, sum(self.columns))
-        ends = [sum(self.columns[: i + 1]) for i in range(len(self.columns))]
-        if len(set(self.columns)) == 1 and len(self.columns) > 1:  # one batch
-            parts = x.reshape(-1, self.rows, len(self.columns), self.columns[0]).swapaxes(1, 2)
-            x = function(parts).swapaxes(1, 2).reshape(x.shape)
-        elif len(self.columns) > 1:
-            x = jnp.concatenate(
-                [function(x[..., end - width : end]) for end, width in zip(ends, self.columns, strict=True)], -1
-            )
-        else:
-            x = function(x[0])[None] if x.shape[0] == 1 else function(x)
-        x = x.reshape(inner).transpose([order.index(d) for d in range(len(order))])
-        return to_stored(self.item, x)
+    def matrix(self, tensor: str, index: int) -> Matrix:
+        """What the planner is to know of item `index` of a tensor."""
+        rows, cols, _ = self.stored_matrix or (self.rows, self.numel // max(1, self.rows), False)
+        return Matrix(tensor, index, rows, cols, self.cost)
 
 
 def as_dims(tensor: Tensor, dims: Any) -> tuple[tuple[int, ...], tuple[int, ...], int | tuple[int, ...]]:

@@ -227,9 +227,8 @@ def partition_by(
     def init(params: Any) -> Any:
         leaves = leaves_of(params)
         found = verdicts(leaves)
-        return PartitionState(
-            {label: tx.init(part(params, found, label)) for label, tx in transforms.items()}, leaves
-        )
+        inner = {label: tx.init(part(params, found, label)) for label, tx in transforms.items()}
+        return PartitionState(_as_sharded(inner, leaves), leaves)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         leaves, (flat, treedef) = state.leaves, jax.tree.flatten(updates)
@@ -246,6 +245,16 @@ def partition_by(
         return jax.tree.unflatten(treedef, joined), PartitionState(inner, leaves)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as_sharded(state: Any, leaves: Leaves) -> Any:
+    """Under a trace, a new state whose arrays of a slab's shape lie as it does: a compiler would spread none."""
+    found = {}
+    for leaf in leaves:
+        if leaf.of is not None and leaf.shape == leaf.of.unit.shape(leaf.of.slab):  # not inside shard_map
+            found.setdefault(leaf.shape, set()).add(leaf.of.unit.sharding(leaf.of.slab))
+    known = {shape: next(iter(own)) for shape, own in found.items() if len(own) == 1}
+    return jax.tree.map(lambda x: pin(x, known[x.shape]) if is_traced(x) and x.shape in known else x, state)
 
 
 def _join(parts: list[tuple[Any, jax.Array]]) -> jax.Array:

@@ -11,13 +11,16 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from ..fsdp import Leaf, Leaves, leaves_of
+from ..fsdp._check import is_traced
+from ..fsdp._unit import pin
+from ._each_matrix import each_matrix
 from ._exchange import each_owned, from_owners, on_devices, to_owners, zeros
 from ._forms import Form, form_of
 from ._masks import add_decayed_weights, by_element, by_leaf, partition_by
 from ._muon_reference import Coefficients, Scale, coefficient_rows, scale_factor
 from ._newton_schulz import NewtonSchulz
 from ._owners import Class, Forms, Owners, owners_of
-from ._routing import Kind, dims_of, route_of
+from ._routes import Kind, dims_of, route_of
 from ._tensors import Rule, Tensor, tensors_of
 
 
@@ -140,7 +143,12 @@ def zeros_for(leaf: Leaf, like: Any, dtype: DTypeLike) -> jax.Array:
     """Zeros that are sharded as a leaf is, also under jit."""
     if leaf.of is None or leaf.shape != leaf.of.unit.shape(leaf.of.slab):  # the latter inside shard_map
         return jnp.zeros_like(like, dtype=dtype)
-    return jnp.zeros(leaf.shape, dtype, device=leaf.of.unit.sharding(leaf.of.slab))
+    sharding = leaf.of.unit.sharding(leaf.of.slab)
+    return (
+        pin(jnp.zeros(leaf.shape, dtype), sharding)
+        if is_traced(like)
+        else jnp.zeros(leaf.shape, dtype, device=sharding)
+    )
 
 
 def orthogonalised(
@@ -168,8 +176,8 @@ def orthogonalised(
 def _plain(tensor: Tensor, form: Form, x: jax.Array, schulz: NewtonSchulz) -> jax.Array:
     stored = x.reshape(-1, form.numel)
     if stored.shape[0] == 1:
-        return form.apply(schulz, stored[0]).reshape(x.shape)
-    return jax.vmap(lambda item: form.apply(schulz, item).reshape(-1))(stored).reshape(x.shape)
+        return each_matrix(form, schulz, stored[0]).reshape(x.shape)
+    return jax.vmap(lambda item: each_matrix(form, schulz, item).reshape(-1))(stored).reshape(x.shape)
 
 
 @lru_cache(maxsize=64)
@@ -191,7 +199,7 @@ def _own(owners: Owners, cls: Class, x: jax.Array, schulz: NewtonSchulz) -> jax.
     """Of the matrices that this device owns."""
 
     def one(item: jax.Array) -> jax.Array:
-        return cls.form.apply(schulz, item).reshape(-1)
+        return each_matrix(cls.form, schulz, item).reshape(-1)
 
     return each_owned(owners, cls, one, lambda item: zeros(owners, item.shape, jnp.float32), x)
 

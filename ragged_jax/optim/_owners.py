@@ -112,10 +112,7 @@ class _Item:
 
     @property
     def matrix(self) -> Matrix:
-        form = self.form
-        stored = form.stored_matrix
-        rows, cols = stored[:2] if stored else (form.rows, form.numel // max(1, form.rows))
-        return Matrix(self.tensor, self.index, rows, cols, form.cost)
+        return self.form.matrix(self.tensor, self.index)
 
 
 Forms = tuple[tuple[int, Form], ...]
@@ -215,20 +212,8 @@ def _assign(items: list[_Item], layout: Layout, shard: bool, tolerance: float) -
     """For each item its owner. What may not be sharded goes to the device with the least work."""
     by_matrix = {item.matrix: item for item in items}
     plan = assign_owners(by_matrix, layout.num_shards, layout=layout, tolerance=tolerance)
-    owners = list(plan.owners)
-    loads = [
-        sum(m.cost for m, o in zip(plan.matrices, owners, strict=True) if o == k) for k in range(plan.num_shards)
-    ]
-    todo = [
-        (-m.cost, i)
-        for i, (m, owner) in enumerate(zip(plan.matrices, owners, strict=True))
-        if owner == SHARDED and not (shard and by_matrix[m].form.stored_matrix)
-    ]
-    for cost, i in sorted(todo):
-        owners[i] = loads.index(min(loads))
-        loads[owners[i]] -= cost
-    plan = replace(plan, owners=tuple(owners))
-    return plan, {by_matrix[m]: owner for m, owner in zip(plan.matrices, owners, strict=True)}
+    plan = plan.settled(lambda m: shard and by_matrix[m].form.stored_matrix is not None)
+    return plan, {by_matrix[m]: owner for m, owner in zip(plan.matrices, plan.owners, strict=True)}
 
 
 def _classes(items: list[_Item], owners: dict, num: int) -> tuple[tuple[Class, ...], list[list[Segment]]]:

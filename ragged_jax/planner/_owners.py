@@ -6,8 +6,8 @@ marked: its multiplications are to be sharded over all devices.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..layout import Layout, Placement, Segment, tile_regions
@@ -197,6 +197,21 @@ class OwnerPlan:
     def sharded_fraction(self) -> float:
         """The part of all multiply-adds that is in sharded matrices."""
         return self.steps * self._sharded_cost / (self._mean * self.num_shards) if self.matrices else 0.0
+
+    def settled(self, may_shard: Callable[[Matrix], bool] = lambda _: False) -> "OwnerPlan":
+        """The same plan, in which every matrix has an owner that `may_shard` is not true of.
+
+        The largest goes first, to the device with the least work.
+        """
+        loads, owners = [0] * self.num_shards, list(self.owners)
+        for matrix, owner in zip(self.matrices, owners, strict=True):
+            if owner >= 0:
+                loads[owner] += matrix.cost
+        todo = [i for i, owner in enumerate(owners) if owner == SHARDED and not may_shard(self.matrices[i])]
+        for i in sorted(todo, key=lambda i: (-self.matrices[i].cost, i)):
+            owners[i] = loads.index(min(loads))
+            loads[owners[i]] += self.matrices[i].cost
+        return replace(self, owners=tuple(owners))
 
     def segments(self) -> tuple[tuple[Segment, ...], ...]:
         """For each device, the matrices it owns as segments of buffers `("owned", "ROWSxCOLS")` by slot."""

@@ -1,9 +1,6 @@
 """What every rank of a gloo job does with `torch_bridge.fully_shard`: `fsdp_cases.py RANK SIZE STORE OUT`."""
 
-import datetime
-import json
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
+from torch_jobs import run_cases
 
 import torch_bridge as tb
 from ragged_jax.layout import rows, whole
@@ -95,14 +93,18 @@ def mine(tokens: torch.Tensor) -> torch.Tensor:
 
 def compare(model: nn.Module, losses: list[torch.Tensor], reference: nn.Module, want: list[torch.Tensor], rtol=1e-5):
     """A parameter that nothing uses is left out: sharded, its gradient is zero, and weight decay moves it."""
-    total = torch.stack(losses)
-    dist.all_reduce(total)
-    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
+    compare_losses(losses, want, rtol)
     got = tb.full_state_dict(model)
     for name, x in reference.state_dict().items():
         if "unused" not in name:
             scale = x.abs().max() if x.numel() else 0
             torch.testing.assert_close(got[name], x, rtol=2 * rtol, atol=2 * rtol * float(scale), msg=name)
+
+
+def compare_losses(losses: list[torch.Tensor], want: list[torch.Tensor], rtol: float = 1e-5) -> None:
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total / dist.get_world_size(), torch.stack(want), rtol=rtol, atol=0)
 
 
 def parity(*, steps: int = 5, frozen: bool = False, sharded: dict | None = None, **options) -> None:
@@ -279,6 +281,7 @@ CASES: dict[str, Callable[[], None]] = {
     "twice": lambda: parity(twice=True),
     "remat": lambda: parity(remat="yes"),
     "remat reentrant": lambda: parity(remat="reentrant"),
+    "transposed": lambda: parity(sharded={"names": tb.flax_names(make())}),
     "keep": lambda: parity(sharded={"reshard_after_forward": False}),
     "no units": lambda: parity(sharded={"units": None}),
     "no prefetch": lambda: parity(sharded={"prefetch": 0, "limit": 1}),
@@ -299,29 +302,9 @@ CASES: dict[str, Callable[[], None]] = {
 FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
 
-def main(rank: int, size: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        rank=rank,
-        world_size=size,
-        store=dist.FileStore(store, size),
-        timeout=datetime.timedelta(seconds=60),
-    )
-    results = {}
-    for name, case in (FOUR_RANKS if size == 4 else CASES).items():
-        try:
-            case()
-            results[name] = ""
-        except Exception:
-            results[name] = traceback.format_exc()
-            if size > 1:
-                break  # the other ranks may be elsewhere
-    with open(f"{out}.{rank}", "w") as file:
-        json.dump(results, file)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    import optim_cases  # imports this module
+
+    rank, size, *files = sys.argv[1:]
+    few = FOUR_RANKS | optim_cases.FOUR_RANKS
+    run_cases(few if size == "4" else CASES | optim_cases.CASES, int(rank), int(size), *files)

@@ -1,0 +1,103 @@
+"""JAX models from and to Hugging Face directories."""
+
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from ..checkpoint import open_huggingface, write_huggingface
+from ..fsdp import check_same_on_all_processes
+from ..layout import NameMap
+from ._checkpointer import Checkpointer, from_first, restore_from
+from ._state import items_of
+
+T = TypeVar("T")
+_MODEL = "model"
+_HOURS = 24 * 3600.0  # that the other processes wait for the first one to write
+
+
+def load_huggingface(path: str | Path, like: T, names: NameMap | None = None, *, cast: bool = False) -> T:
+    """A model with the weights in a Hugging Face directory. Each device reads its own part of them.
+
+    Args:
+      path: the directory, or a single safetensors file.
+      like: the model as it is wanted: a sharded model, or any pytree that `Checkpointer.restore` takes. Its values do
+        not matter, and it is not changed. For a part of a Flax model give its state: `nnx.state(model, nnx.Param)`.
+      names: from the model's names to those in the files; by default they are the same.
+      cast: whether weights of other dtypes are converted; otherwise they are an error.
+
+    Raises:
+      NameMapError: naming every tensor that is missing in the files, that the model has not, or of another shape.
+      CheckpointError: files are missing, cut or no safetensors files.
+
+    Example:
+      >>> import tempfile
+      >>> import jax.numpy as jnp
+      >>> import ragged_jax as rj
+      >>> names = rj.NameMap((("up/kernel", "up.weight", "in out -> out in"),))
+      >>> params = {"up": {"kernel": jnp.arange(6.0).reshape(2, 3)}}
+      >>> path = save_huggingface(tempfile.mkdtemp() + "/model", params, names)
+      >>> mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
+      >>> like = rj.shard_tree({"up": {"kernel": jnp.zeros((2, 3))}}, mesh, axis="fsdp")
+      >>> rj.full_params(load_huggingface(path, like, names))["up"]["kernel"]
+      array([[0., 1., 2.],
+             [3., 4., 5.]], dtype=float32)
+    """
+    items, _ = items_of({_MODEL: like})
+    wanted = {n.removeprefix(f"{_MODEL}/"): tuple(t.shape) for item in items for n, t in item.tensors().items()}
+    with open_huggingface(path, names, prefix=_MODEL, targets=wanted) as checkpoint:
+        return restore_from(checkpoint, {_MODEL: like}, cast=cast)[_MODEL]
+
+
+def save_huggingface(
+    path: str | Path,
+    model: Any,
+    names: NameMap | None = None,
+    *,
+    dtype: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_file_nbytes: int = 5_000_000_000,
+) -> Path:
+    """Writes a model as a Hugging Face directory: safetensors files, and an index where there are several.
+
+    Every process first saves what it holds in a checkpoint beside the directory, from which the first process then
+    writes it, so that no process holds a whole model. The disk has room for it twice for that long.
+
+    Args:
+      path: the directory. It must not exist, or be empty.
+      model: a sharded model, or any pytree that `Checkpointer.save` takes.
+      names: from the model's names to those in the files; by default they are the same.
+      dtype: to convert floating-point tensors to, such as `bfloat16`; by default they stay as they are.
+      config: what `config.json` says.
+      max_file_nbytes: how much goes into one file, but for a tensor that is larger.
+
+    Raises:
+      FileExistsError: there is something already.
+      NameMapError: naming every tensor that the map does not know, or that does not fit.
+      OSError: the disk is full, or the like. Nothing is left behind.
+    """
+    path, token = Path(path), from_first(np.frombuffer(secrets.token_bytes(8), np.uint32))
+    folder = path.parent / f".{path.name}.{token.tobytes().hex()}.checkpoint"
+    failure: Exception | None = None
+    try:
+        with Checkpointer(folder, background=False) as checkpointer:
+            checkpointer.save(0, {_MODEL: model})
+            if jax.process_index() == 0:
+                with checkpointer.directory.open(0) as checkpoint:
+                    options = {"dtype": dtype, "config": config, "max_file_nbytes": max_file_nbytes}
+                    write_huggingface(checkpoint, path, names, only=_MODEL, **options)
+    except Exception as error:
+        failure = error
+    finally:
+        if jax.process_index() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    try:
+        check_same_on_all_processes({"error": repr(failure)}, what=f"writing {path}: what failed", timeout_s=_HOURS)
+    finally:
+        if failure is not None:
+            raise failure
+    return path

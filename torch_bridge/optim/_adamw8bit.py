@@ -1,0 +1,248 @@
+"""AdamW with moments in 8 bits: the codes and scales of `ragged_jax.optim.adamw8bit`, bit for bit."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.optim.optimizer import ParamsT
+
+from ragged_jax.layout import Block
+from ragged_jax.optim._blocks import DEFAULT, BlockChoice, not_whole
+from ragged_jax.optim._maps import CodeMap, MapName, code_map
+from ragged_jax.optim._reference import power
+
+from ._blocks import Quantised, Shape, blocks_of, cut_blocks
+from ._codes import decode, encode, flush, inverse, product, scales_of, sqrt
+from ._joined import Row, joined, zeros_beside
+from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
+
+CHUNK_ON_CPU, CHUNK = 2**16, 2**26
+_NAN = float("nan")
+
+
+class AdamW8bit(ShardedOptimizer):
+    """AdamW whose moments are kept in 8 bits, block by block: 2.03 bytes a parameter instead of 8.
+
+    Codes and scales have the bits of `ragged_jax.optim.adamw8bit` for the same gradients, for any number of ranks and
+    for whole tensors: what is quantised, and in which blocks, is decided by a tensor's path and global shape.
+
+    Args:
+      params: parameters, named parameters or groups; of fully sharded modules, ordinary ones, or both.
+      lr, betas, eps, weight_decay: as in `torch.optim.AdamW`; each may differ by group.
+      block: which elements share a scale: one block, or a mapping from patterns of paths to blocks, where None keeps
+        a tensor's moments in float32 and what matches nothing has `elements(256)`. With rows and tiles, tensors of
+        one dim keep their moments in float32. No rank boundary may cut a block.
+      map: what the 256 codes stand for: dynamic, linear or fp8.
+      min_numel: tensors with fewer elements, over all ranks, keep their moments in float32.
+      clamp_second_moment: never rounds a second moment to zero unless its whole block is. False is the published
+        rule, for exchange with other libraries.
+      nesterov: looks one step ahead, as `torch.optim.NAdam` does.
+      chunk: elements that are worked on together: temporaries are a few times as large. By default 2**16 on a CPU
+        and 2**26 elsewhere.
+
+    Raises:
+      ValueError: a boundary between ranks cuts blocks; every such tensor is listed with the remedy.
+
+    Reference: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+
+    Example:
+      >>> model = torch.nn.Linear(64, 64)
+      >>> optimizer = AdamW8bit(model.parameters(), lr=1e-2)
+      >>> model(torch.ones(64)).sum().backward()
+      >>> optimizer.step()
+      >>> optimizer.state[model.weight]["mu_codes"].dtype, optimizer.state[model.weight]["mu_scales"].numel()
+      (torch.uint8, 16)
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block: BlockChoice = DEFAULT,
+        map: MapName = "dynamic",
+        min_numel: int = 4096,
+        clamp_second_moment: bool = True,
+        nesterov: bool = False,
+        chunk: int | Literal["auto"] = "auto",
+    ):
+        for mapped in block.values() if isinstance(block, Mapping) else (block,):
+            if not isinstance(mapped, Block | None):
+                raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
+        code_map(map, signed=True)
+        self._block, self._min_numel, self._chunk = block, min_numel, chunk
+        self._blocks: dict[torch.Tensor, Quantised | None] = {}
+        super().__init__(
+            params,
+            {
+                "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                "map": map, "clamp_second_moment": clamp_second_moment, "nesterov": nesterov,
+            },
+        )  # fmt: skip
+
+    def _check(self, group: dict[str, Any]) -> None:
+        locals_ = [self.local(p) for p in group["params"]]
+        if faults := [f for local in locals_ for f in cut_blocks(local, self._block, self._min_numel)]:
+            raise not_whole(faults)
+        for p, local in zip(group["params"], locals_, strict=True):
+            self._blocks[p] = blocks_of(local, self._block, self._min_numel)
+
+    def _make_state(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        rules = Rules.of(group)
+        quantised = [p for p in params if self._blocks[p]]
+        exact = [p for p in params if not self._blocks[p]]
+        for moment, zero in (("mu", rules.signed.zero), ("nu", max(rules.unsigned.zero, rules.at_least))):
+            counts = [q.stop - q.first for p in quantised if (q := self._blocks[p])]
+            codes = zeros_beside(quantised, [p.numel() for p in quantised], torch.uint8)
+            scales = zeros_beside(quantised, counts, torch.float32)
+            for p, code, scale in zip(quantised, codes, scales, strict=True):
+                self.state[p] |= {f"{moment}_codes": code.fill_(zero), f"{moment}_scales": scale}
+            for p, x in zip(exact, zeros_beside(exact, [p.numel() for p in exact], torch.float32), strict=True):
+                self.state[p][moment] = x
+
+    def _update(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
+        rules = Rules.of(group)
+        for count, some in by_step((p, self.state[p]) for p in params).items():
+            numbers = Numbers.of(group, count)
+            rows: dict[Shape | None, list[Row]] = defaultdict(list)
+            strided = {}
+            for p in some:
+                own = flat(p)
+                if not p.is_contiguous():
+                    strided[p] = own
+                for shape, row in self._rows(p, own):
+                    rows[shape].append(row)
+            for shape, members in rows.items():
+                for row in members if shape and shape.ids else joined(members):
+                    for part in self._chunks(shape, row):
+                        _step(rules, numbers, shape, part)
+            for p, own in strided.items():
+                p.copy_(own.view(p.shape))
+
+    def _rows(self, p: torch.Tensor, own: torch.Tensor) -> Iterator[tuple[Shape | None, Row]]:
+        state, grad, blocks = self.state[p], flat(p.grad), self._blocks[p]  # type: ignore
+        if blocks is None:
+            if p.numel():
+                yield None, (own, grad, state["mu"], state["nu"])
+            return
+        for piece in blocks.pieces:
+            at, which = slice(piece.start, piece.stop), slice(piece.first, piece.last)
+            moments = [x for m in ("mu", "nu") for x in (state[f"{m}_codes"][at], state[f"{m}_scales"][which])]
+            yield piece.shape, (own[at], grad[at], *moments)
+
+    def _chunks(self, shape: Shape | None, row: Row) -> Iterable[Row]:
+        """A row in parts of whole strips."""
+        numel, by_default = row[0].numel(), CHUNK_ON_CPU if row[0].device.type == "cpu" else CHUNK
+        chunk = by_default if isinstance(self._chunk, str) else self._chunk
+        strip = 1 if shape is None else shape.strip_numel
+        if numel <= chunk or (shape and shape.ids):
+            return [row]
+        strips = max(1, chunk // strip)
+        return zip(*(x.split(strips * (x.numel() * strip // numel)) for x in row), strict=True)
+
+    def _named(self, p: torch.Tensor, state: dict[str, torch.Tensor]) -> Iterable[StateTensor]:
+        local, blocks = self.local(p), self._blocks[p]
+        whole = (local.shape, local.start, local.stop, local.placement.axis_order)
+        for moment in ("mu", "nu"):
+            head = local.name, f"0/{moment}"
+            if blocks is None:
+                yield StateTensor(*head, "exact", *whole, None, state[moment])
+                continue
+            yield StateTensor(*head, "codes", *whole, blocks.block, state[f"{moment}_codes"])
+            scales = (blocks.num_blocks,), blocks.first, blocks.stop, None
+            yield StateTensor(*head, "scales", *scales, blocks.block, state[f"{moment}_scales"])
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which codes."""
+
+    signed: CodeMap
+    unsigned: CodeMap
+    at_least: int
+    nesterov: bool
+
+    @classmethod
+    def of(cls, group: dict[str, Any]) -> "Rules":
+        signed, unsigned = (code_map(group["map"], signed=signed) for signed in (True, False))
+        return cls(signed, unsigned, int(group["clamp_second_moment"]), group["nesterov"])
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The scalars of a step, rounded to float32: decay rates, complements, corrections for the start, the rest."""
+
+    b1: float
+    b2: float
+    c1: float
+    c2: float
+    eps: float
+    correct1: float
+    correct2: float
+    ahead: float
+    lr: float
+    decay: float
+
+    @classmethod
+    def of(cls, group: dict[str, Any], count: int) -> "Numbers":
+        b1, b2 = group["betas"]
+
+        def left(b: float, step: int) -> np.float32:
+            return np.float32(1) / (np.float32(1) - power(b, step))
+
+        numbers = (
+            b1, b2, 1 - b1, 1 - b2, group["eps"], left(b1, count), left(b2, count), left(b1, count + 1),
+            float(group["lr"]), group["weight_decay"],
+        )  # fmt: skip
+        return cls(*(float(np.float32(x)) for x in numbers))
+
+
+def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row) -> None:
+    """Updates parameters, codes and scales of one shape in place; without a shape, moments in float32."""
+    p, g, *moments = row
+    if shape is None:
+        g, (m, v) = _finite(g), moments
+        for x, new in zip(moments, _moments(n, g, m, v), strict=True):
+            x.copy_(new)
+        return _apply(n, p, _direction(rules, n, g, m, v))
+    mc, ms, vc, vs = moments
+    g = _finite(shape.view(g))
+    m = decode(shape.view(mc), shape.spread(ms, g), rules.signed)
+    v = decode(shape.view(vc), shape.spread(vs, g), rules.unsigned)
+    m, v = _moments(n, g, m, v)
+    for x, codes, scales, table, least in ((m, mc, ms, rules.signed, 0), (v, vc, vs, rules.unsigned, rules.at_least)):
+        scales.copy_(scales_of(shape.largest(x)))
+        shape.view(codes).copy_(encode(x, shape.spread(inverse(scales), x), table, least))
+    return _apply(n, shape.view(p), _direction(rules, n, g, m, v))
+
+
+def _finite(g: torch.Tensor) -> torch.Tensor:
+    """In float32; what is not finite as NaN, what is not normal as zero."""
+    g = flush(g.float())
+    return torch.where(g.isfinite(), g, _NAN)
+
+
+def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    m = flush(product(m, n.b1).add_(product(g, n.c1)))
+    return m, flush(product(v, n.b2).add_(product(product(g, g), n.c2)))
+
+
+def _direction(rules: Rules, n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    if rules.nesterov:
+        ahead = product(product(m, n.ahead), n.b1)
+        first = flush(ahead.add_(product(product(g, n.correct1), n.c1)))
+    else:
+        first = product(m, n.correct1)
+    return flush(first.div_(sqrt(product(v, n.correct2)).add_(n.eps)))
+
+
+def _apply(n: Numbers, p: torch.Tensor, u: torch.Tensor) -> None:
+    if n.decay:
+        u = u.add_(product(p.float(), n.decay))
+    p.copy_(p.float() - product(u, n.lr))
