@@ -225,6 +225,10 @@ def test_donated_arrays_are_freed_as_they_are_used(monkeypatch):
     after = rj.redistribute(before, like, donate=True)
     assert left == [3, 2, 1]
     assert all(x.is_deleted() for x in arrays)
+    twice = {"a": jnp.ones(3), "tree": after}
+    same = rj.redistribute({**twice, "b": twice["a"]}, {**twice, "b": twice["a"]}, donate=True)
+    assert bits(rj.full_params(same["tree"])) == bits(tree)  # what lies right already is kept
+    assert same["a"].sum() == same["b"].sum() == 3
     assert bits(rj.full_params(after)) == bits(tree)
 
 

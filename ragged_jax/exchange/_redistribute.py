@@ -87,6 +87,7 @@ class _Source(NamedTuple):
 class _Mover:
     def __init__(self, have: Sequence[Item], want: Sequence[Item], donate: bool):
         self.have, self.donate = have, donate
+        self.kept: set[int] = set()  # arrays of the old state that are in the new one too
         entries: dict[str, TensorEntry] = {}
         owner: dict[str, int] = {}
         for at, item in enumerate(have):
@@ -117,10 +118,12 @@ class _Mover:
         return out
 
     def _release(self, items: Sequence[Item], out: Any) -> None:
+        self.kept.add(id(out))
         for item in items:
             leaf = item.leaf
             self.uses[id(leaf)] -= 1
-            if self.donate and not self.uses[id(leaf)] and isinstance(leaf, jax.Array) and leaf is not out:
+            is_done = not self.uses[id(leaf)] and id(leaf) not in self.kept
+            if self.donate and is_done and isinstance(leaf, jax.Array):
                 jax.block_until_ready(out)  # else the next array is allocated before this one is free
                 leaf.delete()
 
@@ -151,7 +154,7 @@ class _Mover:
         known = isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None
         if known and isinstance(x, jax.Array) and (self.default is None or not x.committed):
             return x
-        is_mine = self.donate and isinstance(x, jax.Array)
+        is_mine = self.donate and isinstance(x, jax.Array) and self.uses[id(x)] == 1
         return jax.device_put(x, self._sharding(Item("", like)), donate=is_mine)
 
     def _on_devices(self, item: Item, used: Sequence[int], sharding: Any) -> jax.Array:
