@@ -66,10 +66,10 @@ def assert_same_shardings(got, want) -> None:
 @pytest.mark.parametrize(
     ("num_devices", "axis_type", "block"),
     [
-        (1, AxisType.Auto, rj.elements(1)),
-        (2, AxisType.Explicit, rj.rows(1)),
+        pytest.param(1, AxisType.Auto, rj.elements(1), marks=pytest.mark.deep),
+        pytest.param(2, AxisType.Explicit, rj.rows(1), marks=pytest.mark.deep),
         (3, AxisType.Auto, rj.rows(8)),
-        (5, AxisType.Explicit, rj.elements(1)),
+        pytest.param(5, AxisType.Explicit, rj.elements(1), marks=pytest.mark.deep),
         (6, AxisType.Explicit, rj.tile(8, 8)),
         (7, AxisType.Auto, rj.rows(1)),
         (8, AxisType.Explicit, rj.rows(8)),

@@ -42,7 +42,7 @@ def held_out(printed: str) -> tuple[float, ...]:
     return float(before), float(after), float(re.findall(r"bigram model: ([\d.]+)", printed)[0])
 
 
-@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16,16"), (8, "rows:8")])
+@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16,16"), pytest.param(8, "rows:8", marks=pytest.mark.deep)])
 def test_learns_and_reports(devices, block, tmp_path):
     [printed] = finish(start(tmp_path, "--devices", str(devices), "--block", block))
     before, after, bigram = held_out(printed)
@@ -107,6 +107,7 @@ def test_a_wrong_block_is_explained(tmp_path):
     assert process.returncode == 1
 
 
+@pytest.mark.deep
 def test_own_text(tmp_path):
     [printed] = finish(start(tmp_path, "--data", "LICENSE", "--devices", "2", "--steps", "1"))
     assert "bytes to train on: LICENSE" in printed
