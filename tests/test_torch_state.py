@@ -1,5 +1,8 @@
 """States of `torch_bridge` on gloo: in checkpoints, from and to JAX, and before there are any values."""
 
+import sys
+from pathlib import Path
+
 import jax
 import numpy as np
 import optax
@@ -12,6 +15,7 @@ import ragged_jax as rj
 from ragged_jax.exchange._state import items_of
 
 pytest.importorskip("torch", reason="the torch extra is not installed")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 
 def state_on(num_devices: int, seed: int, kind: str = "adamw") -> dict:
@@ -68,3 +72,13 @@ def test_there_and_back(folder, layout, kind):
         assert set(first) == set(last) == names
         for name in names:
             assert first.read(name).tobytes() == last.read(name).tobytes(), name
+
+
+def test_a_real_model_is_the_same_in_both_frameworks(folder):
+    """all-MiniLM-L6-v2 on 4 devices: the vectors that 3 ranks made."""
+    from minilm import embed, load
+    from sentences import EXAMPLES, FOLDER, encode
+
+    model = load(FOLDER, make_mesh(4))
+    got = np.asarray(rj.apply(embed)(model, *encode(EXAMPLES, 4)))[: len(EXAMPLES)]
+    np.testing.assert_allclose(np.load(folder / "vectors.npy"), got, atol=1e-5, rtol=0)

@@ -12,6 +12,7 @@ from ._fully_shard import forget_gradients as forget_gradients
 from ._fully_shard import fully_shard as fully_shard
 from ._fully_shard import get_layout as get_layout
 from ._fully_shard import set_requires_gradient_sync as set_requires_gradient_sync
+from ._huggingface import load_huggingface as load_huggingface
 from ._item import AsSaved as AsSaved
 from ._layouts import load_layout as load_layout
 from ._placement import RaggedShard as RaggedShard

@@ -119,14 +119,18 @@ class Checkpointer(BaseCheckpointer):
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
         """
         with self.open(step) as checkpoint:
-            found = State(state, self._state_names, checkpoint)
-            check_wanted(checkpoint, {item.name: item.entry for item in found.items}, cast)
-            groups: dict[str, list[Item]] = {}
-            for item in found.items:
-                groups.setdefault(item.group, []).append(item)
-            with torch.no_grad():
-                in_threads(lambda group: [_read(checkpoint, item) for item in groups[group]], list(groups))
-                return found.build()
+            return restored(checkpoint, State(state, self._state_names, checkpoint), cast=cast)
+
+
+def restored(checkpoint: Checkpoint, found: State, *, cast: bool) -> Any:
+    """A state, filled from an open checkpoint of any kind; see `Checkpointer.restore`."""
+    check_wanted(checkpoint, {item.name: item.entry for item in found.items}, cast)
+    groups: dict[str, list[Item]] = {}
+    for item in found.items:
+        groups.setdefault(item.group, []).append(item)
+    with torch.no_grad():
+        in_threads(lambda group: [_read(checkpoint, item) for item in groups[group]], list(groups))
+        return found.build()
 
 
 def _parts(items: Sequence[Item], *, copy: bool) -> list[Part]:

@@ -1,5 +1,6 @@
 """What the cases of several workers use; ranks have no pytest."""
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,3 +28,19 @@ def scratch() -> Iterator[str]:
         dist.broadcast_object_list(shared)
         yield shared[0]
         dist.barrier()
+
+
+@contextmanager
+def reads() -> Iterator[list[int]]:
+    """How many bytes of tensors this rank reads, by call."""
+    sizes, real = [], os.preadv
+
+    def counting(*arguments):
+        sizes.append(real(*arguments))
+        return sizes[-1]
+
+    os.preadv = counting
+    try:
+        yield sizes
+    finally:
+        os.preadv = real

@@ -1,14 +1,15 @@
 """What every rank of a gloo job does with states of `torch_bridge`: `state_cases.py RANK SIZE STORE OUT FOLDER`."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import huggingface_cases
 import numpy as np
 import torch
 import torch.distributed as dist
+from checks import reads
 from fsdp_cases import Block, OddModel, data, loss_of, make, mine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -201,17 +202,8 @@ def reads_its_own_part() -> None:
     again = nn.Linear(1024, 1500)
     tb.fully_shard(again, plan=tb.plan_module(again, dist.get_world_size(), block=rows(1), shares=shares()))
     other = adamw(again)
-    sizes, real = [], os.preadv
-
-    def counting(*arguments):
-        sizes.append(real(*arguments))
-        return sizes[-1]
-
-    os.preadv = counting
-    try:
+    with reads() as sizes:
         tb.Checkpointer(FOLDER / "large").restore({"model": again, "opt": other})
-    finally:
-        os.preadv = real
     held = 3 * sum(p.nbytes for p in again.parameters())
     assert held <= sum(sizes) <= held + 6 * 2 * (1 << 18), (sum(sizes), held)
     assert_same(tb.full_state_dict(again), tb.full_state_dict(model))
@@ -382,6 +374,8 @@ CASES: dict[str, Callable[[], None]] = {
     "from jax, muon": muon_from_jax,
     "initialised": initialised,
     "never whole": never_whole,
+    "hugging face": lambda: huggingface_cases.by_any_names(FOLDER),
+    "a real model": lambda: huggingface_cases.a_real_model(FOLDER),
 }
 
 if __name__ == "__main__":
