@@ -284,9 +284,21 @@ def test_what_is_no_such_directory_is_explained(tmp_path):
         open_huggingface(odd)
     for fault in ("are 8 bytes, not those from 0 to 4", "'F4' is not known", "no shape", "it was cut", "3 is not an"):
         assert fault in str(caught.value)
-    odd.write_bytes(b"\xff" * 16)
-    with pytest.raises(rj.CheckpointError, match="claims a header of"):
-        open_huggingface(odd)
+    for header, size, fault in (
+        (b"\xff" * 16, 0, "claims a header of"),
+        (b"{}  ", 5, "claims a header of 5 bytes"),  # it was cut inside
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "b": {"dtype": "U8", "shape": [2], '
+         b'"data_offsets": [1, 3]}}', 0, "'b': shares bytes with 'a'"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "a": {"dtype": "U8", "shape": [2], '
+         b'"data_offsets": [2, 4]}}', 0, "a name is there twice"),
+    ):  # fmt: skip
+        length = header[:8] if header[0] == 255 else (size or len(header)).to_bytes(8, "little")
+        odd.write_bytes(length + header + bytes(0 if size else 8))
+        with pytest.raises(rj.CheckpointError, match=fault):
+            open_huggingface(odd)
+    index.write_text(json.dumps({"weight_map": {"a": "a\0b", "b": "\ud800"}}))
+    with pytest.raises(rj.CheckpointError, match=r"a.x00b: embedded null"):
+        open_huggingface(path)
 
 
 ODD = NameMap(

@@ -232,6 +232,26 @@ def test_donated_arrays_are_freed_as_they_are_used(monkeypatch):
     assert bits(rj.full_params(after)) == bits(tree)
 
 
+def test_an_array_that_a_state_holds_twice_is_freed_once_and_not_while_it_is_needed():
+    """A copy by reference, such as the average of weights before the first step."""
+    tree = {"w": np.arange(24.0, dtype=np.float32).reshape(8, 3)}
+    first, second = (rj.shard_tree(jax.tree.map(np.zeros_like, tree), make_mesh(n), axis="fsdp") for n in (2, 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_redistribute, "_run", simulated)
+        for ends in ((first, second), (second, first)):
+            before = rj.shard_tree(tree, make_mesh(2), axis="fsdp")
+            after = rj.redistribute([before, before], list(ends), donate=True)
+            assert [bits(rj.full_params(x)) for x in after] == [bits(tree)] * 2
+    there = [jax.device_put(jnp.zeros(5), device) for device in jax.devices()[:2]]
+    assert bits(rj.redistribute([jnp.arange(5.0)] * 2, there, donate=True)) == bits([jnp.arange(5.0)] * 2)
+
+
+def test_no_layer_of_a_stack_is_lost():
+    stack = {"layers": {"w": jnp.arange(24.0).reshape(4, 6)}}
+    with pytest.raises(ValueError, match="layers/w: 18 of its 24 elements are wanted, the others would be lost"):
+        rj.redistribute(stack, {"layers": [{"w": jnp.zeros(6)} for _ in range(3)]})
+
+
 def optimizer(tx, params, num, **options):
     tree = rj.shard_tree(params, make_mesh(num), axis="fsdp", block=rj.elements(256), **options)
     return {"params": tree, "opt": tx.init(tree)}

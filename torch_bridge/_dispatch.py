@@ -39,7 +39,10 @@ def dispatch(cls: type, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
     if is_reduction(func, name):
         return reduce_whole(cls, func, name, given)
     if name in COMPARISONS:
-        here = func(*(operand(cls, func, x, ragged[0]) for x in args[:2]), *args[2:], **kwargs)
+        pair = [operand(cls, func, x, ragged[0]) for x in args[:2]]
+        if not ragged[0].ndim:
+            pair = [x.expand(ragged[0]._local_tensor.shape) for x in pair]
+        here = func(*pair, *args[2:], **kwargs)
         return bool(collected(torch.tensor([here], device=ragged[0].device), ragged[0].geometry).all())
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         return _unscale(cls, func, args)
@@ -73,6 +76,8 @@ def _elementwise(cls: type, func: Any, args: Sequence[Any], kwargs: Mapping[str,
     if any(not isinstance(x, cls) for value in lists for x in value):
         raise NotImplementedError(f"{func} of RaggedTensors and ordinary tensors in one list; use foreach=False")
     changed = [value for name in written(func) for value in flat([bound(func, args, kwargs)[name]])]
+    if changed and not any(isinstance(x, cls) for x in flat([args])):
+        raise unsupported(func, first)  # numbers into `out`, which would take their shape
     if any(isinstance(x, torch.Tensor) and not isinstance(x, cls) for x in changed):
         raise NotImplementedError(
             f"{func} changes an ordinary tensor by a RaggedTensor, of which this rank has a part"

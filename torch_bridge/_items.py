@@ -74,7 +74,8 @@ class State:
             return lambda: {key: build() for key, build in made.items()}
         if isinstance(node, list | tuple):
             parts = [self._take(join(name, str(i)), x) for i, x in enumerate(node)]
-            return lambda: type(node)(build() for build in parts)
+            make = getattr(node, "_make", type(node))  # of a named tuple
+            return lambda: make(build() for build in parts)
         for kind, take in self._KINDS.items():
             if isinstance(node, kind):
                 return take(self, name, node)

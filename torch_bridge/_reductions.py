@@ -66,6 +66,10 @@ def _reduction(name: str, given: Mapping[str, Any], x: torch.Tensor, numel: int)
     if name in ("linalg_vector_norm", "norm", "_foreach_norm"):
         ord = given.get("ord", given.get("p"))
         ord = 2.0 if ord is None else float(ord)
+        if not (x.is_floating_point() or x.is_complex()):  # on every rank, also on one without elements
+            raise RuntimeError(f"{name}: a norm is of floating-point or complex numbers, not of {x.dtype}")
+        if not numel and (ord < 0 or math.isinf(ord)):
+            raise RuntimeError(f"{name}: a tensor without elements has no {ord} norm")
         real = torch.empty(0, dtype=x.dtype).abs().dtype
         return _norm(ord, given.get("dtype")), given.get("dtype") or real
     if name in ("amax", "amin", "max", "min", "_foreach_max"):
@@ -114,14 +118,16 @@ def reduce_whole(cls: type, func: Any, name: str, given: Mapping[str, Any]) -> A
     if (
         given.get("keepdim")
         or others
+        or (dims is not None and not dims and name in ("any", "all"))  # these take no dims as none at all
         or (dims and sorted(d % max(1, ndim) for d in dims) != list(range(max(1, ndim))))
     ):
         raise NotImplementedError(
             f"{func} of a RaggedTensor over dims {dims} of {ndim}: it reduces all dims and keeps none; take rows "
             "(`x.redistribute(placements=[Shard(0)])`) or the whole tensor (`x.full_tensor()`)"
         )
-    if name in ("max", "min", "amax", "amin") and not xs[0].numel():
-        raise RuntimeError(f"{func}: the tensor {tuple(xs[0].shape)} has no elements")
+    empty = [tuple(x.shape) for x in xs if not x.numel()]
+    if name in ("max", "min", "amax", "amin", "_foreach_max") and empty:
+        raise RuntimeError(f"{func}: the tensor {empty[0]} has no elements")
     plans = [_reduction(name, given, x._local_tensor, x.numel()) for x in xs]
     parts = [plan.here(x._local_tensor) for (plan, _), x in zip(plans, xs, strict=True)]
     made: list[Any] = [None] * len(xs)

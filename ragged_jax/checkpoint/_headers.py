@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,10 +52,10 @@ def read_header(path: Path) -> Header:
     with path.open("rb") as file:
         size = path.stat().st_size
         num_bytes = int.from_bytes(file.read(8), "little")
-        if num_bytes > min(_MAX_HEADER_NBYTES, size):
+        if num_bytes > min(_MAX_HEADER_NBYTES, size - 8):
             raise CheckpointError(f"{path}: not a safetensors file: it claims a header of {num_bytes} bytes")
         try:
-            document = json.loads(file.read(num_bytes))
+            document = json.loads(file.read(num_bytes), object_pairs_hook=_unique)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a safetensors header: {error}") from None
     if not isinstance(document, dict):
@@ -65,10 +67,27 @@ def read_header(path: Path) -> Header:
             entries[name] = _entry(value, 8 + num_bytes, size)
         except ValueError as error:
             faults.append(f"  {name!r:.200}: {error}")
+    faults += _overlaps(entries)
     if faults:
         more = [f"  and {len(faults) - 20} more"] if len(faults) > 20 else []
         raise CheckpointError("\n".join([f"{path}: its header is not sound:", *faults[:20], *more]))
     return Header(entries, metadata if isinstance(metadata, dict) else {}, size)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a name that is there twice, readers would take different ones."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _overlaps(entries: dict[str, HeaderEntry]) -> Iterator[str]:
+    """Arrays that share bytes, which the format does not allow."""
+    held = sorted((e.offset, e.offset + math.prod(e.shape) * itemsize(e.dtype), name) for name, e in entries.items())
+    held = [span for span in held if span[0] < span[1]]
+    for (_, end, name), (start, _, other) in pairwise(held):
+        if start < end:
+            yield f"  {other!r:.200}: shares bytes with {name!r:.200}"
 
 
 def _entry(value: Any, start: int, size: int) -> HeaderEntry:

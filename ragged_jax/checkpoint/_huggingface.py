@@ -82,11 +82,11 @@ def _headers(path: Path) -> dict[Path, Header]:
             continue
         try:
             header = read_header(path / file)
-        except OSError as error:
-            faults.append(f"{file}: {error.strerror or error}")
-            continue
         except CheckpointError as error:
             faults.append(str(error))
+            continue
+        except (OSError, ValueError) as error:  # ValueError: no name of a file
+            faults.append(f"{ascii(file)[1:-1]:.100}: {getattr(error, 'strerror', None) or error}")
             continue
         if names is not None:
             faults += (

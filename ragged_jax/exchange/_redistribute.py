@@ -87,7 +87,6 @@ class _Source(NamedTuple):
 class _Mover:
     def __init__(self, have: Sequence[Item], want: Sequence[Item], donate: bool):
         self.have, self.donate = have, donate
-        self.kept: set[int] = set()  # arrays of the old state that are in the new one too
         entries: dict[str, TensorEntry] = {}
         owner: dict[str, int] = {}
         for at, item in enumerate(have):
@@ -95,6 +94,7 @@ class _Mover:
                 entries[name], owner[name] = entry, at
         self.sources: dict[str, list[_Source]] = {}
         self.uses: Counter[int] = Counter()
+        self.passed_on: set[int] = set()  # arrays that are in the new state, too
         _check(entries, want)
         for item in want:
             of_item = []
@@ -118,14 +118,19 @@ class _Mover:
         return out
 
     def _release(self, items: Sequence[Item], out: Any) -> None:
-        self.kept.add(id(out))
         for item in items:
             leaf = item.leaf
-            self.uses[id(leaf)] -= 1
-            is_done = not self.uses[id(leaf)] and id(leaf) not in self.kept
-            if self.donate and is_done and isinstance(leaf, jax.Array):
+            if leaf is out:
+                self.passed_on.add(id(leaf))
+            if self._is_last_use(leaf):
                 jax.block_until_ready(out)  # else the next array is allocated before this one is free
                 leaf.delete()
+
+    def _is_last_use(self, leaf: Any) -> bool:
+        """Whether an array may go after this use of it. A state may hold one under several names."""
+        self.uses[id(leaf)] -= 1
+        is_free = not self.uses[id(leaf)] and id(leaf) not in self.passed_on
+        return self.donate and is_free and isinstance(leaf, jax.Array)
 
     def _sharding(self, item: Item) -> Any:
         """Where an array is wanted; None for one that is not on devices."""
@@ -142,6 +147,7 @@ class _Mover:
 
     def _ordinary(self, x: Any, like: Any) -> Any:
         """From and to an ordinary array or a number."""
+        is_last = self._is_last_use(x)
         if type(like) in PYTHON:
             return type(like)(np.asarray(x)[()])
         if isinstance(like, np.ndarray | np.generic):
@@ -153,9 +159,11 @@ class _Mover:
             x = np.asarray(x, like.dtype)
         known = isinstance(like, jax.ShapeDtypeStruct) and like.sharding is None
         if known and isinstance(x, jax.Array) and (self.default is None or not x.committed):
+            self.passed_on.add(id(x))
             return x
-        is_mine = self.donate and isinstance(x, jax.Array) and self.uses[id(x)] == 1
-        return jax.device_put(x, self._sharding(Item("", like)), donate=is_mine)
+        if not is_last:
+            self.passed_on.add(id(x))  # what is made of it may share its memory
+        return jax.device_put(x, self._sharding(Item("", like)), donate=is_last)
 
     def _on_devices(self, item: Item, used: Sequence[int], sharding: Any) -> jax.Array:
         shape, dtype = tuple(item.leaf.shape), item.leaf.dtype
@@ -377,11 +385,12 @@ def _shaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _check(entries: Mapping[str, TensorEntry], want: Sequence[Item]) -> None:
     """Raises ValueError when a state does not hold what another one wants, or more; every difference is listed."""
-    faults, used = [], set()
+    faults, used, taken = [], set(), Counter[str]()
     for item in want:
         for name, entry in item.tensors().items():
             found = find_sources(entries, name, entry.shape)
             used |= {source.name for source in found}
+            taken.update({source.name: source.numel for source in found})
             if not found and name in entries:
                 faults.append(f"{name}: shape {entries[name].shape}, wanted with {entry.shape}")
                 used.add(name)
@@ -393,6 +402,11 @@ def _check(entries: Mapping[str, TensorEntry], want: Sequence[Item]) -> None:
                 if there.attributes != entry.attributes:
                     faults.append(f"{name}: {there.attributes}, wanted with {entry.attributes}")
     faults += [f"{name}: not wanted, and would be lost" for name in entries.keys() - used]
+    faults += [
+        f"{name}: {numel} of its {entries[name].numel} elements are wanted, the others would be lost"
+        for name, numel in taken.items()
+        if numel < entries[name].numel
+    ]
     if any("owned/" in fault for fault in faults):
         faults.append(
             "~ the state of `with_tensors` is its owners'; it moves only between devices with the same owners"

@@ -53,6 +53,7 @@ def stochastic_rounding(seed: Any = 0) -> optax.GradientTransformation:
     The last transform of a chain. Updates of bfloat16 parameters become float32, such that adding them gives the
     rounded parameters; all others pass through. Which way an element is rounded depends on the seed, the step, the
     tensor's name and the element's place in it, and on nothing else: not on the mesh, the layout or the grouping.
+    Layers in a stack are one tensor, and so are rounded otherwise than layers in a list.
     (A parameter that one step brings closer to zero by a factor of 2**16 is off by up to 2**-24 of what it was.)
 
     Args:

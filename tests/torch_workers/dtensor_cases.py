@@ -463,6 +463,26 @@ def sweep_of_scalars() -> None:
             check(f"{a} {b}", case(ragged(x), ragged(y)), case(x, y))
 
 
+def the_same_on_every_rank() -> None:
+    """What one rank without elements would not notice is noticed there too, else the others wait for it."""
+    for ord, dtype in itertools.product((2.0, math.inf, -1.0), (torch.int64, torch.bool)):
+        with raises("norm", RuntimeError):
+            torch.linalg.vector_norm(ragged(numbers((5,), dtype), 1), ord)
+    for reduce in (lambda x: torch.linalg.vector_norm(x, math.inf), lambda x: torch._foreach_max([x])):
+        with raises("elements", RuntimeError):
+            reduce(ragged(numbers((0, 3))))
+    one = torch.tensor(1.0)
+    for x, y in itertools.product((one, one * 2), (one, DTensor.from_local(one, mesh_1d(), [Replicate()]))):
+        assert torch.equal(ragged(x), y) == torch.equal(x, one)
+    for operation in (
+        lambda x: torch.any(x, dim=()),  # as many bools as elements
+        lambda x: torch.all(x, dim=()),
+        lambda x: torch.add(one, one, out=x),
+    ):
+        with raises("Ragged", NotImplementedError):
+            operation(ragged(numbers((7, 4))))
+
+
 def replicated_operands() -> None:
     """A replicated DTensor gives its elements, wherever they are; one that is sharded is refused."""
     x, y = numbers((7, 4)), numbers((7, 4), seed=1)
@@ -486,6 +506,7 @@ CASES: dict[str, Callable[[], None]] = {
     "sweep": lambda: sweep(0),
     "sweep with empty ranks": lambda: sweep(1),
     "sweep of scalars": sweep_of_scalars,
+    "the same on every rank": the_same_on_every_rank,
     "replicated operands": replicated_operands,
     "checkpoints": checkpoints,
     "state dicts": state_dicts,

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_cases
 import numpy as np
@@ -127,6 +128,11 @@ def any_layout() -> None:
             assert_same(tb.full_state_dict(again) | moments(again, other), want)
 
 
+class Progress(NamedTuple):
+    position: int
+    seen: float
+
+
 def padding_and_other_leaves() -> None:
     """NaN in the padding is not saved; buffers, generators, bfloat16, numbers, and what torch cannot read."""
 
@@ -149,6 +155,7 @@ def padding_and_other_leaves() -> None:
     generator = torch.Generator().manual_seed(5)
     key = tb.AsSaved(torch.tensor([1, 2], dtype=torch.uint32), {"prng_impl": "fry"})
     state = {"model": model, "rest": [generator, 7, 0.5, True, torch.arange(6).view(2, 3).T], "key": key, "no": None}
+    state["at"] = Progress(4, 0.5)
     want, table = tb.full_state_dict(model), model.table.clone()
     with tb.Checkpointer(FOLDER / "leaves") as checkpointer:
         checkpointer.save(3, state)
@@ -156,7 +163,9 @@ def padding_and_other_leaves() -> None:
         torch.manual_seed(9)
         model = tb.fully_shard(Mixed())
         empty = [torch.Generator(), 0, 0.0, False, torch.zeros(2, 3, dtype=torch.int64).T]
-        got = checkpointer.restore({"model": model, "rest": empty, "key": tb.AsSaved(), "no": None})
+        like = {"model": model, "rest": empty, "key": tb.AsSaved(), "no": None, "at": Progress(0, 0.0)}
+        got = checkpointer.restore(like)
+        assert got["at"] == Progress(4, 0.5)
         assert_same(tb.full_state_dict(model), want)
         assert torch.equal(model.table, table)
         assert torch.equal(torch.rand(3, generator=got["rest"][0]), drawn)
