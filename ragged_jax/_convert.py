@@ -91,10 +91,11 @@ def _report(result: Checkpoint, write: Write, what: str, dtype: str | None, dry_
     dtypes = {name: converted(entry.dtype, dtype) for name, entry in result.tensors.items()}
     sizes = {name: entry.numel * itemsize(dtypes[name]) for name, entry in result.tensors.items()}
     console, total = Console(highlight=False, quiet=as_json), sum(sizes.values())
-    for name, entry in result.tensors.items() if dry_run else ():
-        console.print(
-            f"{name}  {dtypes[name]}{list(entry.shape)}  {decimal(sizes[name])}", markup=False, soft_wrap=True
-        )
+    rows = [(name, f"{dtypes[name]}{list(entry.shape)}") for name, entry in result.tensors.items()]
+    wide, wider = (max(map(len, column)) for column in zip(*rows, strict=True)) if rows else (0, 0)
+    for name, kind in rows if dry_run else ():
+        line = f"{name:{wide}}  {kind:{wider}}  {decimal(sizes[name]):>11}"
+        console.print(line, markup=False, soft_wrap=True)
     if not dry_run:
         columns = BarColumn(), DownloadColumn(), TransferSpeedColumn()
         with Progress(*columns, console=console) as bar:

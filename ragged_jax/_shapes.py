@@ -157,7 +157,10 @@ def _abstract_leaves(factory: str, make: Any) -> list[tuple[str, Any]]:
     try:
         made = nnx.eval_shape(make)
     except Exception:  # a Linen factory returns what NNX cannot trace
-        made = make()
+        try:
+            made = make()
+        except TypeError as error:  # most often: it wants arguments
+            raise ShapesError(f"{factory}() does not return a model: {error}") from error
     if isinstance(made, nnx.Module):
         tree = nnx.to_pure_dict(nnx.state(made, nnx.Param))
     elif isinstance(made, tuple) and made and isinstance(made[0], linen.Module):

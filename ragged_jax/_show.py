@@ -1,6 +1,7 @@
 """What `ragged-jax show` says of a checkpoint."""
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,13 @@ def _figures(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _print(checkpoint: Checkpoint, steps: list[int]) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.filesize import decimal
     from rich.table import Column, Table
 
-    manifest, console = checkpoint.manifest, Console(highlight=False)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 118)
+    manifest = checkpoint.manifest
     total = sum(file.nbytes for file in manifest.files)
     if steps:
         console.print(f"steps {', '.join(map(str, steps))}; the latest that is whole:", soft_wrap=True)
@@ -74,7 +77,8 @@ def _print(checkpoint: Checkpoint, steps: list[int]) -> None:
     groups: dict[str, list] = defaultdict(list)
     for name, tensor in manifest.tensors.items():
         groups[_collection(name, checkpoint)].append(tensor)
-    table = Table(Column("collection", no_wrap=True), "tensors", "bytes", "dtypes", "saved from")
+    numbers = (Column(heading, justify="right", no_wrap=True) for heading in ("tensors", "bytes"))
+    table = Table(Column("collection", no_wrap=True), *numbers, "dtypes", "saved from", box=SIMPLE_HEAD)
     for name, tensors in sorted(groups.items()):
         layout = checkpoint.layouts.get(name)
         table.add_row(

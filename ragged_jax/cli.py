@@ -8,16 +8,22 @@ ragged-jax convert CHECKPOINT HUGGINGFACE_FOLDER --map names.json
 
 import argparse
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ._convert import convert
 from ._shapes import model_groups, num_params, read_shapes
 from ._show import show_checkpoint
 from .layout import NAME_MAPS, Block, BlockRule, Layout, LayoutError, elements, rows, tile, whole
 from .planner import PROFILES, BucketReport, Plan, advise, draw, plan, plan_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +49,8 @@ def block_rule(text: str) -> Block:
     if kind and "x" in kind and not sizes:
         kind, sizes = "tile", kind
     try:
-        numbers = [int(number) for number in sizes.split("x")] if sizes else []
+        numbers = [int(number) for number in sizes.split("x")] if re.fullmatch(r"\d+(x\d+)*", sizes) else []
+        kind = kind if numbers or not sizes else ""
         match kind, numbers:
             case (("element" | "elements"), []):
                 return elements(1)
@@ -142,10 +149,12 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     rule = _rule(args.block)
     groups = model_groups(args.shapes, rule) if _is_factory(args.shapes) else read_shapes(args.shapes, rule)
+    names = [tensor.name for group in groups for tensor in group.tensors]
+    for pattern in rule if not isinstance(rule, Block) else ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"--block: the pattern {pattern!r} matches none of {', '.join(names[:10])}, ...")
     options = {"profile": args.profile, "storage": args.storage, "merge": args.merge, "shares": args.shares}
     start = time.perf_counter()
     made = plan(groups, args.num_shards, **options)
@@ -165,7 +174,7 @@ def _plan(args: argparse.Namespace) -> int:
         }
         print(json.dumps({"params": num_params(groups), **_figures(made), **bound}))
         return 0
-    console = Console()
+    console = _console()
     console.print(plan_table(made))
     gap = 100 * (made.padding_fraction - made.bound_fraction)
     verdict = "optimal for these slabs" if made.optimal else f"{gap:.2f} points above the bound for these slabs"
@@ -175,13 +184,18 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _console() -> "Console":
+    """As wide as the terminal; as wide as a table wants where there is none."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 118)
+
+
 def _is_factory(source: str) -> bool:
     return ":" in source and not Path(source).exists()
 
 
 def _show(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     if args.path.is_dir():
         return show_checkpoint(args.path, as_json=args.json, verify=args.verify)
     try:
@@ -196,7 +210,7 @@ def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"params": sum(t.numel for t in layout.tensors), **_figures(made)}))
     else:
-        Console().print(plan_table(made, with_bound=False))
+        _console().print(plan_table(made, with_bound=False))
     return 0
 
 

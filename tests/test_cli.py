@@ -87,6 +87,12 @@ def test_blocks(text, block):
         (("plan", GPT2, "-n", "0"), "num_shards must be an integer of at least 1, got 0"),
         (("plan", GPT2, "-n", "4", "--block", "columns:3"), "'columns:3' is not a block; write element"),
         (("plan", GPT2, "-n", "4", "--block", "rows:0"), "integers of at least 1"),
+        (("plan", GPT2, "-n", "4", "--block", "rows:x"), "'rows:x' is not a block; write element"),
+        (
+            ("plan", GPT2, "-n", "4", "--block", "*foo=rows:2", "row"),
+            "the pattern '*foo' matches none of",
+        ),
+        (("plan", "flax.nnx:Linear", "-n", "4"), "does not return a model: Linear.__init__() missing"),
         (("plan", GPT2, "-n", "4", "--shares", "1,2"), "shares must be 4 integers"),
         (("plan", "nosuchmodule:make", "-n", "4"), "No module named 'nosuchmodule'"),
         (("plan", "json:nosuch", "-n", "4"), "no attribute 'nosuch'"),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from models import Block, OddModel, make_mesh, make_sharded
 
 import ragged_jax as rj
@@ -49,7 +49,7 @@ def test_axes(shard, kwargs, match):
         ),
         (lambda: model(units=Block, stacked=Block), r"unit 'blocks/0' is marked as stacked, but its leading dims"),
         (lambda: tree(units="blocks/*"), r"units='blocks/\*' matches no subtree; the leaves are layers/0/k"),
-        (lambda: tree(units="layers/*", stacked="w"), "stacked='w' matches no subtree"),
+        (lambda: tree(units="layers/*", stacked="w"), "stacked='w' matches no unit; the units are layers/0"),
         (lambda: tree(block={"w": 32}), "is 32, not a Block"),
         (lambda: rj.fully_shard(make_sharded(4), make_mesh(4), axis="fsdp"), r"fully sharded already, at .*root"),
         (lambda: tree(plan=rj.plan(PARAMS, 8)), "for 8 shards, the mesh has 4"),
@@ -152,6 +152,23 @@ def test_a_filter_that_chooses_nothing():
     typo = nnx.DiffState(0, rj.labelled("vector"))
     with pytest.raises(ValueError, match=r"argument 0: its filter .* chooses no parameter. Labels: 'vectors'"):
         rj.value_and_grad(lambda m, x: m(x).mean(), argnums=typo)(sharded, np.ones((4, 8), np.float32))
+    sharded = model(units=Block, label={"blocks/*/up/*": "up"})
+    with pytest.raises(ValueError, match=r"Labels: 'up'$"):  # labels inside units count, too
+        rj.value_and_grad(lambda m, x: 0.0, argnums=typo)(sharded, np.ones(4))
+
+
+def test_shapes_without_values(tmp_path):
+    shapes = rj.fully_shard(nnx.eval_shape(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))), make_mesh(4), axis="fsdp")
+    for use in (
+        rj.value_and_grad(lambda m, x: m(x).mean()),
+        lambda m, x: rj.full_params(m),
+        lambda m, x: rj.get(m, "kernel"),
+        lambda m, x: rj.norms(m),
+        lambda m, x: rj.redistribute(m, m),
+        lambda m, x: rj.Checkpointer(tmp_path).save(0, {"model": m}),
+    ):
+        with pytest.raises(ValueError, match="this model has shapes and no values yet"):
+            use(shapes, np.ones((4, 8), np.float32))
 
 
 def test_what_is_no_precision_and_what_is_not_sharded():
@@ -159,6 +176,8 @@ def test_what_is_no_precision_and_what_is_not_sharded():
         tree(precision="bfloat16")
     with pytest.raises(TypeError, match="Linear is not sharded"):
         rj.describe(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match="Dense is a Linen module and holds no parameters"):
+        rj.describe(rj.fully_shard(linen.Dense(2), make_mesh(4), axis="fsdp"))
 
 
 def test_a_sharded_module_can_be_printed():

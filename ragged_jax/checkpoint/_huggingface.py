@@ -134,6 +134,8 @@ def open_huggingface(
       CheckpointError: files are missing, cut or no safetensors files.
       NameMapError: naming every tensor that is missing, that the map does not know, or that has another shape.
     """
+    if not isinstance(names, NameMap | None):
+        raise TypeError(f"names must be a NameMap, got {type(names).__name__}; see `NameMap` and `NAME_MAPS`")
     return Renamed(HuggingFaceFolder(path), names and names.inverse, prefix=prefix, targets=targets)
 
 

@@ -138,7 +138,12 @@ class Renamed(RowMajor):
         prefix: str = "",
         targets: Mapping[str, tuple[int, ...]] | None = None,
     ):
+        if not isinstance(names, NameMap | None):
+            raise TypeError(f"names must be a NameMap, got {type(names).__name__}; see `NameMap` and `NAME_MAPS`")
         head = only and f"{only}/"
+        if head and not any(name.startswith(head) for name in base.tensors):
+            tops = ", ".join(sorted({name.partition("/")[0] for name in base.tensors}))
+            raise CheckpointError(f"no tensor's name begins with {head}; the names begin with {tops}")
         inside = {n.removeprefix(head): entry.shape for n, entry in base.tensors.items() if n.startswith(head)}
         if names is None:
             names = NameMap(tuple((name, name) for name in inside))

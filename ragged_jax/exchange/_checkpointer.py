@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 
 from ..checkpoint import BaseCheckpointer, Checkpoint, as_json, check_wanted, in_threads
 from ..fsdp import check_same_on_all_processes
+from ..fsdp._check import has_values
 from ._state import items_of, layouts_of
 from ._transfer import parts_of, restored
 
@@ -71,6 +72,7 @@ class Checkpointer(BaseCheckpointer):
         self.wait()
         metadata = as_json(metadata)
         items, _ = items_of(state)
+        has_values(item.leaf for item in items)
         tensors = {n: t for item in items for n, t in item.tensors().items()}
         parts = list(parts_of(items, self._rank, copy=self._background))
         self._save(step, tensors, parts, layouts_of(items), metadata)

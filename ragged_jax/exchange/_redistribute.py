@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Singl
 
 from ..checkpoint import TensorEntry, find_sources, runs_of
 from ..fsdp import array_from_parts, relaid
-from ..fsdp._check import is_traced
+from ..fsdp._check import has_values, is_traced
 from ..layout import Layout, Placement, Segment, TensorSpec, cut_runs, itemsize, row_major_index, stored_runs
 from ._holding import HERE, Index
 from ._program import AXIS, Program, compiled, mesh_of, plan_program
@@ -70,6 +70,7 @@ def redistribute(state: Any, like: Any, *, donate: bool = False, mesh: Mesh | No
     want, build = items_of(like)
     if any(is_traced(item.leaf) for item in (*have, *want)):
         raise TypeError("redistribute moves arrays between programs; it cannot be called under jit")
+    has_values(item.leaf for item in have)
     mover = _Mover(have, want, donate)
     return build([mover.made(item) for item in want])
 

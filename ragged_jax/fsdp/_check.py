@@ -71,6 +71,15 @@ def block_patterns(rule: Any, groups: Iterable[Group]) -> None:
     patterns_match("block", rule, [tensor.name for group in groups for tensor in group.tensors])
 
 
+def has_values(leaves: Iterable[Any]) -> None:
+    """Raises ValueError when a model has shapes only, as one made by `nnx.eval_shape` has until it is loaded."""
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError(
+            "this model has shapes and no values yet; `rj.Checkpointer(path).restore`, `rj.load_huggingface` and "
+            "`rj.load_orbax` return it with values"
+        )
+
+
 def arrays_only(leaves: Mapping[str, Any]) -> None:
     """Raises TypeError when a leaf that should be sharded is not a numeric array."""
     bad = [f"  {name}: {_describe(leaf)}" for name, leaf in leaves.items() if not is_array(leaf)]

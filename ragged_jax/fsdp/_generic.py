@@ -16,6 +16,9 @@ from ._unit import Unit
 
 
 def _unknown(model: Any) -> TypeError:
+    if hasattr(model, "fully_sharded") and hasattr(model, "init"):
+        name = type(model).__name__.removeprefix("FullySharded")
+        return TypeError(f"{name} is a Linen module and holds no parameters; give the params that its `init` made")
     return TypeError(
         f"{type(model).__name__} is not sharded by this library; use `shard_tree` on a pytree of arrays or "
         "`fully_shard` on a Flax module first"

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..layout import Placement, Slab
-from ._check import is_traced
+from ._check import has_values, is_traced
 from ._parts import Part, matching, names_in, parts_of
 from ._slabs import compact, from_stored, slab_shape
 from ._unit import Unit
@@ -38,6 +38,7 @@ def get(model: Any, name: str) -> Any:
     names = names_in(parts_of(model))
     places = {one: _place(*names[one]) for one in matching(name, names)}
     arrays = {one: names[one][0].slabs[slab.name] for one, (_, slab, _) in places.items()}
+    has_values(arrays.values())
 
     def read(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {one: _read(*places[one], array) for one, array in arrays.items()}

@@ -17,7 +17,7 @@ from ._splits import once, splitting_axes
 from ._unit import on_host
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class NonFinite:
     """A tensor with elements that are NaN or infinite.
 
@@ -35,10 +35,11 @@ class NonFinite:
     device: Any = None
     coordinates: tuple[tuple[str, int], ...] = ()
 
-    def __str__(self):
+    def __repr__(self):
         where = ", ".join(f"{axis} {k}" for axis, k in self.coordinates)
         at = f" on {self.device} ({where})" if self.device is not None else ""
-        return f"{self.tensor}{list(self.index)}{at}, the first of {self.count} that are not finite"
+        which = f"the first of {self.count} that are" if self.count > 1 else "the only one that is"
+        return f"{self.tensor}{list(self.index)}{at}, {which} not finite"
 
 
 def find_nonfinite(tree: Any, like: Any = None) -> list[NonFinite]:

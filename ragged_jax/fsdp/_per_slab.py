@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from ._check import is_traced
+from ._check import has_values, is_traced
 from ._leaves import Leaf, SlabOf, leaves_of
 from ._splits import splitting_axes
 from ._unit import pin
@@ -56,6 +56,7 @@ def on_shards(
     """
     units = [of.unit for of, _ in slabs]
     mesh, arrays = units[0].mesh, [x for _, x in slabs]
+    has_values(arrays)
     axes = {*units[0].axes, *splitting_axes(of.slab for of, _ in slabs)}
     shardings = [of.unit.sharding(of.slab) for of, _ in slabs]
 

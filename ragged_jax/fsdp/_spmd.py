@@ -163,6 +163,7 @@ class Call:
     def _enter(self, run: Callable, inputs: Any, in_specs: Any) -> Any:
         """Calls `run` with its inputs where it wants them, under jit in any case."""
         leaves, treedef = jax.tree.flatten(inputs)
+        check.has_values(leaves)
         specs = flat_specs(_spread(in_specs, inputs))
         shardings = [NamedSharding(self.mesh, spec) for spec in specs]
         if not any(check.is_traced(x) for x in leaves):

@@ -10,10 +10,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ._accumulate import Variables, microbatches
 from ._argument import Argument, as_argument
+from ._generic import units_of
 from ._joined import vary
 from ._loss_scale import unscaled
 from ._spmd import Call
-from ._unit import Unit
 
 
 def value_and_grad(
@@ -178,7 +178,7 @@ def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[i
     if idle := [i for i in wrt if not jax.tree.leaves(found[i].params)]:
         raise ValueError(
             f"nothing is to be differentiated in argument {', '.join(map(str, idle))}: its filter or partition "
-            f"chooses no parameter. Labels: {', '.join(map(repr, _labels(found[i].unit for i in idle))) or 'none'}"
+            f"chooses no parameter. Labels: {', '.join(map(repr, _labels(args[i] for i in idle))) or 'none'}"
         )
     if len(places := {(unit.mesh, unit.axes) for unit in sharded.values()}) > 1:
         raise ValueError(f"the models live on different meshes or axes: {places}")
@@ -192,6 +192,6 @@ def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[i
     return found
 
 
-def _labels(roots: Iterable[Unit | None]) -> list[str]:
-    tensors = (tensor for unit in roots if unit is not None for tensor in unit.bucket.tensors)
+def _labels(models: Iterable[Any]) -> list[str]:
+    tensors = (tensor for model in models for unit in units_of(model) for tensor in unit.bucket.tensors)
     return sorted({tensor.label for tensor in tensors if tensor.label})

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ..layout import Bucket, Slab
-from ._check import canonical_dtype, is_traced
+from ._check import canonical_dtype, has_values, is_traced
 from ._precision import FULL, MixedPrecision
 from ._slabs import Shares, slab_of, slab_shape, tensors_of, to_stored
 from ._splits import (
@@ -223,6 +223,7 @@ class Unit:
         One slab at a time leaves the devices, and no device ever holds more than its own part.
         """
         tensors: dict[str, Any] = {}
+        has_values(slabs.values())
         for slab in self.bucket.slabs:
             if (array := slabs.get(slab.name)) is None:
                 continue
