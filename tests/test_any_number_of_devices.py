@@ -139,7 +139,7 @@ def tree_params(scan: bool):
         (5, False, "layers/*"),
         (8, True, "layers"),
         pytest.param(6, False, None, marks=pytest.mark.deep),
-        (7, True, None),
+        pytest.param(7, True, None, marks=pytest.mark.deep),
     ],
 )
 def test_plain_pytrees(num_devices, scan, units):

@@ -70,7 +70,7 @@ def assert_same_shardings(got, want) -> None:
         pytest.param(2, AxisType.Explicit, rj.rows(1), marks=pytest.mark.deep),
         (3, AxisType.Auto, rj.rows(8)),
         pytest.param(5, AxisType.Explicit, rj.elements(1), marks=pytest.mark.deep),
-        (6, AxisType.Explicit, rj.tile(8, 8)),
+        pytest.param(6, AxisType.Explicit, rj.tile(8, 8), marks=pytest.mark.deep),
         (7, AxisType.Auto, rj.rows(1)),
         (8, AxisType.Explicit, rj.rows(8)),
     ],
@@ -94,7 +94,7 @@ def test_jit_would_have_other_bits(eager):
 
 @pytest.mark.parametrize(
     ("num_devices", "axis_type", "scan"),
-    [(7, AxisType.Explicit, False), (8, AxisType.Auto, True)],
+    [pytest.param(7, AxisType.Explicit, False, marks=pytest.mark.deep), (8, AxisType.Auto, True)],
 )
 def test_a_flax_model(num_devices, axis_type, scan):
     make, mesh = lambda: OddModel(rngs=nnx.Rngs(0), scan=scan), make_mesh(num_devices, axis_type)
@@ -108,6 +108,7 @@ def test_a_flax_model(num_devices, axis_type, scan):
     assert born.head.embedding is born.embed.embedding
 
 
+@pytest.mark.deep
 def test_the_mesh_may_be_set():
     mesh = make_mesh(7)
     with jax.set_mesh(mesh):

@@ -73,10 +73,18 @@ def test_moves_to_torch_and_back(tmp_path):
     assert (out / "exchange.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_processes_are_as_good_as_one(tmp_path):
-    shared, saving = ("--devices", "4", "--steps", "10"), ("--save-every", "4")
-    [both] = finish(start(tmp_path / "two", *shared, *saving, "--processes", "2"))
-    killed, saved = start(tmp_path / "killed", *shared, "--save-every", "2"), tmp_path / "killed" / "checkpoints"
+SHORT = ("--devices", "4", "--steps", "10")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """A run that nothing stops, and what it printed."""
+    out = tmp_path_factory.mktemp("alone")
+    return out, finish(start(out, *SHORT))[0]
+
+
+def test_killed_and_resumed_as_if_it_had_never_stopped(alone, tmp_path):
+    killed, saved = start(tmp_path, *SHORT, "--save-every", "2"), tmp_path / "checkpoints"
     try:
         while not (saved / "step_00000002").exists():
             assert killed.poll() is None
@@ -84,21 +92,23 @@ def test_two_processes_are_as_good_as_one(tmp_path):
     finally:
         killed.kill()
         killed.communicate()
-    [alone], [resumed] = (
-        finish(start(tmp_path / "one", *shared)),
-        finish(start(tmp_path / "killed", *shared, "--resume")),
-    )
+    [resumed] = finish(start(tmp_path, *SHORT, "--resume"))
     assert "going on from step" in resumed
-    two, one = (np.loadtxt(tmp_path / out / "loss.csv") for out in ("two", "one"))
+    assert np.loadtxt(tmp_path / "loss.csv").tolist() == np.loadtxt(alone[0] / "loss.csv").tolist()
+
+
+@pytest.mark.deep
+def test_two_processes_are_as_good_as_one(alone, tmp_path):
+    [both] = finish(start(tmp_path, *SHORT, "--save-every", "4", "--processes", "2"))
+    two, one = (np.loadtxt(out / "loss.csv") for out in (tmp_path, alone[0]))
     np.testing.assert_allclose(two, one, rtol=1e-4)
-    assert np.loadtxt(tmp_path / "killed" / "loss.csv").tolist() == one.tolist()  # as if it had never stopped
-    assert held_out(both) == pytest.approx(held_out(alone), abs=2e-3)
-    [resumed] = finish(start(tmp_path / "two", "--devices", "3", "--batch", "12", "--steps", "10", "--resume"))
+    assert held_out(both) == pytest.approx(held_out(alone[1]), abs=2e-3)
+    [resumed] = finish(start(tmp_path, "--devices", "3", "--batch", "12", "--steps", "10", "--resume"))
     assert "going on from step 8" in resumed
-    losses = np.loadtxt(tmp_path / "two" / "loss.csv")
+    losses = np.loadtxt(tmp_path / "loss.csv")
     assert losses[:8].tolist() == two[:8].tolist()
     assert len(losses) == 10
-    assert held_out(resumed)[1] == pytest.approx(held_out(alone)[1], abs=0.2)
+    assert held_out(resumed)[1] == pytest.approx(held_out(alone[1])[1], abs=0.2)
 
 
 def test_a_wrong_block_is_explained(tmp_path):

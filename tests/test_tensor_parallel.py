@@ -130,9 +130,9 @@ def poison(tree):
 @pytest.mark.parametrize(
     ("sizes", "axis_type"),
     [
-        ({"tp": 2, "fsdp": 2}, AxisType.Auto),
+        pytest.param({"tp": 2, "fsdp": 2}, AxisType.Auto, marks=pytest.mark.deep),
         ({"fsdp": 3, "tp": 2}, AxisType.Explicit),
-        ({"fsdp": 4, "tp": 2}, AxisType.Auto),
+        pytest.param({"fsdp": 4, "tp": 2}, AxisType.Auto, marks=pytest.mark.deep),
         ({"replica": 2, "fsdp": 2, "tp": 2}, AxisType.Auto),
         ({"fsdp": 2, "ep": 2, "tp": 2}, AxisType.Explicit),
     ],
@@ -330,7 +330,9 @@ def train(model, grad_fn):
     return [float(step(model, optimizer, tokens)) for tokens in DATA], optimizer
 
 
-@pytest.mark.parametrize(("num_shards", "axis_type"), [(2, AxisType.Auto), (3, AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("num_shards", "axis_type"), [pytest.param(2, AxisType.Auto, marks=pytest.mark.deep), (3, AxisType.Explicit)]
+)
 def test_flax_modules_say_themselves_how_they_are_split(num_shards, axis_type):
     with jax.set_mesh(make_mesh({"fsdp": 1, "tp": 1})):
         whole = Model(rngs=nnx.Rngs(0))

@@ -6,7 +6,7 @@ from torch_jobs import run_ranks
 pytest.importorskip("torch", reason="the torch extra is not installed")
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.deep), 2, 3, 4])
+@pytest.mark.parametrize("size", [*(pytest.param(n, marks=pytest.mark.deep) for n in (1, 2)), 3, 4])
 def test_equals_one_process(tmp_path, size):
     """Losses, parameters, gradients, norms and bytes: see the cases in the worker."""
     failed = run_ranks("fsdp_cases.py", size, tmp_path)
