@@ -169,7 +169,6 @@ def test_what_is_saved_two_processes_restore(pair):
     assert not (pair["out"] / "never").exists() or not list((pair["out"] / "never").glob("step_*"))
 
 
-@pytest.mark.deep  # `save_orbax` of two processes has hung
 def test_the_formats_of_others(pair):
     """Both write and read what is theirs; where the first one fails the other does not wait for it."""
     for results in pair["results"]:

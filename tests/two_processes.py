@@ -133,8 +133,7 @@ def main() -> None:
     RESULTS["disagreeing"] = disagreeing(mesh)
     training(mesh)
     checkpointing(mesh)
-    if os.environ.get("HYPOTHESIS_PROFILE") == "deep":
-        RESULTS["exchange"] = exchange(mesh)
+    RESULTS["exchange"] = exchange(mesh)
     # Rank 1 takes another path through the program for a while.
     if RANK == 0:
         RESULTS["missing"] = failing(lambda: rj.check_same_on_all_processes({}, what="the configs", timeout_s=1.0))

@@ -2,14 +2,15 @@
 
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from ..checkpoint import open_huggingface, write_huggingface
+from ..checkpoint import CheckpointDirectory, open_huggingface, write_huggingface
 from ..fsdp import check_same_on_all_processes
 from ..layout import NameMap
 from ._checkpointer import Checkpointer, from_first, restore_from
@@ -82,22 +83,30 @@ def save_huggingface(
     """
     path, token = Path(path), from_first(np.frombuffer(secrets.token_bytes(8), np.uint32))
     folder = path.parent / f".{path.name}.{token.tobytes().hex()}.checkpoint"
-    failure: Exception | None = None
     try:
-        with Checkpointer(folder, background=False) as checkpointer:
-            checkpointer.save(0, {_MODEL: model})
+        with _together(f"saving the model for {path}"):  # before all know that it is saved, it must not be removed
+            Checkpointer(folder, background=False).save(0, {_MODEL: model})
+        with _together(f"writing {path}"):
             if jax.process_index() == 0:
-                with checkpointer.directory.open(0) as checkpoint:
+                with CheckpointDirectory(folder).open(0) as checkpoint:
                     options = {"dtype": dtype, "config": config, "max_file_nbytes": max_file_nbytes}
                     write_huggingface(checkpoint, path, names, only=_MODEL, **options)
-    except Exception as error:
-        failure = error
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(folder, ignore_errors=True)
+    return path
+
+
+@contextmanager
+def _together(what: str) -> Iterator[None]:
+    """Ends when every process has come to the end of it. Where one failed, all fail."""
+    failure: Exception | None = None
     try:
-        check_same_on_all_processes({"error": repr(failure)}, what=f"writing {path}: what failed", timeout_s=_HOURS)
+        yield
+    except Exception as error:
+        failure = error
+    try:
+        check_same_on_all_processes({"error": repr(failure)}, what=f"{what}: what failed", timeout_s=_HOURS)
     finally:
         if failure is not None:
             raise failure
-    return path
