@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from ._on_use import on_use
+
 if TYPE_CHECKING:
     from . import optim as optim
     from .adapters import PackedTensor as PackedTensor
@@ -102,17 +104,16 @@ _HOME = {
 _WHERE = {name: package for package, names in _HOME.items() for name in names}
 
 
+_load, _names = on_use(globals(), _WHERE)
+
+
 def __getattr__(name: str) -> Any:
     if name == "optim":
         return import_module(f"{__name__}.optim")
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in _HOME["fsdp"]:
         import_module(f"{__name__}.adapters")  # they register their models with the functions of fsdp
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
+    return _load(name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE, "optim"])
+    return sorted([*_names(), "optim"])

@@ -3,8 +3,9 @@
 `ragged_jax.exchange` and `torch_bridge` put the states of JAX and PyTorch jobs into it. Names load on first use.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._on_use import on_use
 
 if TYPE_CHECKING:
     from ._base import BaseCheckpointer as BaseCheckpointer
@@ -56,14 +57,4 @@ _HOME = {
 }
 _WHERE = {name: module for module, names in _HOME.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+__getattr__, __dir__ = on_use(globals(), _WHERE)

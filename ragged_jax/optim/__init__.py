@@ -4,8 +4,9 @@ They work on sharded and on ordinary parameters. Public names load on first use,
 without JAX.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from .._on_use import on_use
 
 if TYPE_CHECKING:
     from ._adam8bit import FusedOptimizer as FusedOptimizer
@@ -68,14 +69,4 @@ _WHERE = {
     "with_tensors": "_with_tensors",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_WHERE[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+__getattr__, __dir__ = on_use(globals(), _WHERE)
