@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -33,14 +34,7 @@ def draw_losses(losses: Sequence[float], before: float, after: float, bigram: fl
     axes.set(xlabel="step", ylabel="bits per byte", yscale="log", xlim=(0, len(losses)))
     axes.set_yticks([2, 3, 4, 5, 6, 7, 8])
     axes.set_ylim(min(2, 0.95 * min(losses)), max(8.5, 1.05 * max(losses)))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.minorticks_off()
-    axes.grid(axis="y", alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _finish(figure, axes, path)
 
 
 def draw_optimizers(losses: Mapping[str, Sequence[float]], path: Path) -> None:
@@ -52,6 +46,11 @@ def draw_optimizers(losses: Mapping[str, Sequence[float]], path: Path) -> None:
         axes.plot(np.arange(1, len(values) + 1), _trailing_mean(values, window), styles[i % 4], label=name)
     axes.set(xlabel="step", ylabel=f"bits per byte, mean of {window} steps", yscale="log", xlim=(0, steps))
     axes.set_yticks([3, 4, 5, 6, 7, 8])
+    _finish(figure, axes, path)
+
+
+def _finish(figure: Any, axes: Any, path: Path) -> None:
+    """The look of a loss against steps, and the file."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()

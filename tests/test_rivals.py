@@ -95,8 +95,13 @@ def test_megatron_against_its_wheel(seed):
             assert {order[k]: item.global_data_index for k, item in items.items()} == {i: o for o, i in placed}
 
 
+DEEP_MODELS = ("mamba_2p8b", "mixtral_8x7b_fused")
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("model", ["gpt2_124m", "llama31_8b", pytest.param("mamba_2p8b", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(
+    "model", ["gpt2_124m", "llama31_8b", *(pytest.param(m, marks=pytest.mark.deep) for m in DEEP_MODELS)]
+)
 def test_never_more_bytes_than_a_rival(model, block):
     """A part of the grid in `benchmarks/results`; the whole is run by hand."""
     groups = only_matrices(read_shapes(MODELS / f"{model}.json", BLOCKS[block]), block)

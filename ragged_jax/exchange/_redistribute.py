@@ -373,7 +373,8 @@ def _run(program: Program, leaves: Sequence[jax.Array], shape: tuple[int, ...], 
         parts = [own[d] if d in own else jax.device_put(np.zeros(local, leaf.dtype), d) for d in devices]
         views.append(jax.make_array_from_single_device_arrays((num * local[0], *local[1:]), place, parts))
     with jax.set_mesh(program.mesh):
-        out = compiled(program)(*views)
+        # One program at a time: two in flight take the memory of two.
+        out = jax.block_until_ready(compiled(program)(*views))
     local = sharding.shard_shape(shape)
     kept = [_shaped(shard.data, local) for shard in out.addressable_shards if shard.device in sharding.device_set]
     made = jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(place.memory_kind), kept)

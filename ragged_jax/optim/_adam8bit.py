@@ -17,7 +17,7 @@ from ..fsdp._splits import entries, other_axes
 from ..fsdp._unit import pin
 from ..layout import Block
 from ._adam8bit_math import Stored, step
-from ._blocks import DEFAULT, BlockChoice, Grid, choose, grid_of_array, grid_of_slab, not_whole
+from ._blocks import DEFAULT, BlockChoice, Grid, check_choice, choose, grid_of_array, grid_of_slab, not_whole
 from ._formula import Finish, Numbers, Rules, power
 from ._maps import MapName, code_map
 from ._places import Bits, key_of, places_of
@@ -294,9 +294,7 @@ def _numbers(count: Any, b1: Any, b2: Any, eps: Any, rate: Any = 0.0, seed: Any 
 
 
 def _adam(block, map, min_numel, clamp_second_moment, nesterov, chunk, kernel: Any = "xla") -> _Adam:
-    for mapped in block.values() if isinstance(block, Mapping) else (block,):
-        if not isinstance(mapped, Block | None):
-            raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
+    check_choice(block)
     code_map(map, signed=True)
     if chunk == "auto":
         chunk = CHUNK_ON_CPU if jax.default_backend() == "cpu" else None

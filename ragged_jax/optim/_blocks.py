@@ -18,6 +18,13 @@ BlockChoice = Block | Mapping[str, Block | None]
 DEFAULT = elements(256)
 
 
+def check_choice(choice: BlockChoice) -> None:
+    """Raises TypeError for what says no blocks."""
+    for block in choice.values() if isinstance(choice, Mapping) else (choice,):
+        if not isinstance(block, Block | None):
+            raise TypeError(f"block={block!r} is neither a Block such as rj.elements(256) nor None")
+
+
 def choose(name: str, shape: tuple[int, ...], rule: BlockChoice, min_numel: int) -> Block | None:
     """The block in which a tensor is quantised; None where its moments stay in float32.
 

@@ -83,7 +83,7 @@ def scale_by_muon(
       balance: how far above the mean a device's work may be before a matrix is sharded, as a fraction.
       exchange_nbytes: of a device's slabs, in float32, that go to owners together; None for all, which takes
         four times their size as temporary memory; in parts it falls towards half of that. A slab, with all its layers
-        if they are stacked, is never divided. Changes no bit.
+        if they are stacked, is never divided. Results may differ in the last bit of float32.
 
     Raises:
       ValueError: unknown coefficients or scale; in `init`, dims that a tensor does not have.

@@ -1,7 +1,7 @@
 """AdamW with moments in 8 bits: the codes and scales of `ragged_jax.optim.adamw8bit`, bit for bit."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ragged_jax.layout import Block
-from ragged_jax.optim._blocks import DEFAULT, BlockChoice, not_whole
+from ragged_jax.optim._blocks import DEFAULT, BlockChoice, check_choice, not_whole
 from ragged_jax.optim._maps import CodeMap, MapName, code_map
 from ragged_jax.optim._reference import power
 
@@ -71,9 +70,7 @@ class AdamW8bit(ShardedOptimizer):
         nesterov: bool = False,
         chunk: int | Literal["auto"] = "auto",
     ):
-        for mapped in block.values() if isinstance(block, Mapping) else (block,):
-            if not isinstance(mapped, Block | None):
-                raise TypeError(f"block={mapped!r} is neither a Block such as rj.elements(256) nor None")
+        check_choice(block)
         code_map(map, signed=True)
         self._block, self._min_numel, self._chunk = block, min_numel, chunk
         self._blocks: dict[torch.Tensor, Quantised | None] = {}
