@@ -12,7 +12,7 @@ from itertools import pairwise
 from ..checkpoint import TensorEntry, join, layer_name, runs_of, slab_tensors
 from ..fsdp import SlabOf
 from ..layout import Block, Placement, Segment, cut_runs, tile_regions
-from ..optim._adam8bit import ScaleByAdam8bitState
+from ..optim._adam8bit_state import ScaleByAdam8bitState
 from ..optim._blocks import Grid, Part, not_whole, parts_of_placement
 from ._holding import HERE, Compact, Holding, InSlab
 

@@ -19,7 +19,7 @@ from ..checkpoint import Region, TensorEntry, join
 from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
 from ..layout import Layout
-from ..optim._adam8bit import ScaleByAdam8bitState
+from ..optim._adam8bit_state import ScaleByAdam8bitState
 from ..optim._masks import PartitionState
 from ._holding import Holding, InSlab
 from ._quantised import EMPTY, Moments

@@ -10,11 +10,11 @@ from .._on_use import on_use
 
 if TYPE_CHECKING:
     from ._adam8bit import FusedOptimizer as FusedOptimizer
-    from ._adam8bit import Moment8bit as Moment8bit
-    from ._adam8bit import ScaleByAdam8bitState as ScaleByAdam8bitState
     from ._adam8bit import adamw8bit as adamw8bit
     from ._adam8bit import fused_adamw8bit as fused_adamw8bit
     from ._adam8bit import scale_by_adam8bit as scale_by_adam8bit
+    from ._adam8bit_state import Moment8bit as Moment8bit
+    from ._adam8bit_state import ScaleByAdam8bitState as ScaleByAdam8bitState
     from ._forms import MatrixDims as MatrixDims
     from ._maps import CodeMap as CodeMap
     from ._maps import code_map as code_map
@@ -42,10 +42,10 @@ _WHERE = {
     "CodeMap": "_maps",
     "FusedOptimizer": "_adam8bit",
     "MatrixDims": "_forms",
-    "Moment8bit": "_adam8bit",
+    "Moment8bit": "_adam8bit_state",
     "MuonState": "_muon",
     "Routing": "_routes",
-    "ScaleByAdam8bitState": "_adam8bit",
+    "ScaleByAdam8bitState": "_adam8bit_state",
     "StochasticRoundingState": "_stochastic",
     "adamw8bit": "_adam8bit",
     "add_decayed_weights": "_masks",
