@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -71,7 +72,7 @@ def main() -> None:
         state = init(params)
         nbytes = sum(x.nbytes for x in jax.tree.leaves(state)) / args.numel
         compiled = jax.jit(step, donate_argnums=(0, 2)).lower(params, grads, state).compile()
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         temp = (memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes) / args.numel
         runs[name] = {"step": compiled, "at": (params, state), "state": nbytes, "temp": temp, "times": []}
     for number in range(args.rounds + 2):

@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -74,8 +75,9 @@ def rows(mesh: Mesh) -> list[str]:
         state = jax.tree.map(place, jax.eval_shape(init, params))
         with jax.set_mesh(mesh):  # Mosaic asks it for the kind of TPU
             compiled = jax.jit(step, donate_argnums=(0, 2)).lower(params, params, state).compile()
-        each = [moved for _, moved in kernels(compiled.as_text())]
-        temp = compiled.memory_analysis().temp_size_in_bytes / np.prod(SHAPE)
+        each = [moved for _, moved in kernels(compiled.as_text() or "")]
+        memory: Any = compiled.memory_analysis()
+        temp = memory.temp_size_in_bytes / np.prod(SHAPE)
         found.append(f"| {name} | {sum(each):.1f} | {temp:.1f} | {', '.join(f'{moved:.1f}' for moved in each)} |")
     return found
 

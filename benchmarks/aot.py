@@ -263,7 +263,7 @@ def write(out: Path, new: Row) -> None:
         json.dump({"versions": versions, "rows": [asdict(row) for row in rows]}, file, indent=1)
         said = ", ".join(map(" ".join, versions.items()))
         how = "`python benchmarks/aot.py --out benchmarks/results/aot` (rows of several runs are kept together)"
-        said += "\n\n" + __doc__.split("\n", 2)[2].strip()
+        said += "\n\n" + (__doc__ or "").split("\n", 2)[2].strip()
         doc = f"# One training step, compiled ahead of time\n\n{how}\n\n{said}\n"
         out.with_suffix(".md").write_text(f"{doc}{table(rows)}\n")
 

@@ -76,7 +76,7 @@ class GPT(nnx.Module):
         if self.config.scan:
             x = nnx.scan(step, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
         else:
-            for block in self.blocks:
+            for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
                 x = step(block, x)
         return constrain(self.head(self.norm(x)))
 

@@ -180,7 +180,7 @@ def checksums(function: Callable[[memoryview], int]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--mib", type=int, default=256, help="of the state")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--no-sync", action="store_true", help="no way waits for the disk")

@@ -104,7 +104,7 @@ def table(device_counts: tuple[int, ...], layers: int, width: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 7])
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=1024)

@@ -24,7 +24,10 @@ from step_time import environment
 
 import ragged_jax as rj
 from ragged_jax.optim import scale_by_muon
+from ragged_jax.optim._forms import form_of
 from ragged_jax.optim._owners import owners_of
+from ragged_jax.optim._routes import dims_of
+from ragged_jax.optim._tensors import tensors_of
 from ragged_jax.preflight import hlo_report
 
 MIB = 2**20
@@ -138,10 +141,6 @@ def _knows(x) -> bool:
 
 def imbalance_of(leaves) -> float:
     """The largest share of the work over the mean."""
-    from ragged_jax.optim._forms import form_of
-    from ragged_jax.optim._routing import dims_of
-    from ragged_jax.optim._tensors import tensors_of
-
     forms = tuple((at, form_of(t, dims_of(t))) for at, t in enumerate(tensors_of(leaves)))
     return max(owners.plan.imbalance for owners in owners_of(leaves, forms))
 

@@ -67,7 +67,7 @@ def train(name: str, seed: int, corpus: text.Text, judged: np.ndarray, args: arg
     batches = text.batches(corpus.train, args.batch, args.length, seed)
     losses = [step(model, optimizer, next(batches)) for _ in range(args.steps)]
     judge = nnx.jit(loss_fn)
-    held_out = float(np.mean([judge(model, part) for part in np.split(judged, 8)]))
+    held_out = float(np.mean([judge(model, part) for part in jax.numpy.split(judged, 8)]))
     return [float(x) for x in losses], held_out, optimizer
 
 

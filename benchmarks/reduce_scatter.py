@@ -34,7 +34,8 @@ def main() -> None:
         )
         sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
         x = jax.ShapeDtypeStruct((mesh.size, 192 * mesh.size, 4096), "bfloat16", sharding=sharding)
-        for name, options in (("default", None), ("SparseCore", dict.fromkeys(_SPARSE_CORE, True))):
+        sparse_core: dict[str, bool | str] = dict.fromkeys(_SPARSE_CORE, True)
+        for name, options in (("default", None), ("SparseCore", sparse_core)):
             found = hlo_report(f.lower(x).compile(compiler_options=options)).collectives
             print(f"{topology:10} {name:10} {', '.join(found)}", flush=True)
 

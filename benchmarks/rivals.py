@@ -41,7 +41,7 @@ def fsdp2(tensors: Sequence[TensorSpec], num_shards: int) -> int:
     (torchtitan's rule), hypothetical where that dim does not divide."""
     total = 0
     for tensor in tensors:
-        if not tensor.shape or tensor.numel == 0:
+        if len(tensor.shape) == 0 or tensor.numel == 0:
             total += tensor.numel
             continue
         dim = tensor.block.dim if tensor.block.kind == "rows" and len(tensor.shape) > 2 else 0

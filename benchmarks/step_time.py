@@ -153,7 +153,7 @@ def measure(args: Arguments, num_devices: int, variant: str, dtype: str) -> list
             dtype,
             method,
             step=float(np.median(times)) if args.rounds else None,
-            ratio=tuple(map(float, np.percentile(times / first, (25, 50, 75)))) if args.rounds else None,
+            ratio=_quartiles(times / first) if args.rounds else None,
             compile=run.compile_time,
             temp_nbytes=report.temp_nbytes or 0,
             argument_nbytes=report.argument_nbytes or 0,
@@ -170,6 +170,11 @@ HEADER = (
     "N", "layers", "dtype", "method", "step ms", "ratio [quartiles]", "compile s", "temp MiB", "argument MiB",
     "state share", "collectives run", "wire MiB", "moved MiB",
 )  # fmt: skip
+
+
+def _quartiles(x: np.ndarray) -> tuple[float, float, float]:
+    low, middle, high = np.percentile(x, (25, 50, 75)).tolist()
+    return low, middle, high
 
 
 def cells(row: Row) -> tuple[str, ...]:

@@ -239,7 +239,7 @@ def rank_main(rank: int, world: int, folder: str, kind: str, arguments: tuple) -
     if cuda:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world)
+    store = dist.FileStore(f"{folder}/store", world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store)
     result = {"measure": measure, "peak": peak}[kind](*arguments, device)
     if rank == 0:
@@ -257,7 +257,7 @@ def job(world: int, kind: str, *arguments: object) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     gpus = torch.cuda.device_count()
     parser.add_argument("--world", type=int, nargs="+", default=[gpus] if gpus else [2, 4])
     parser.add_argument("--width", type=int, nargs="+", default=[4096] if gpus else [256, 512])

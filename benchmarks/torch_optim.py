@@ -91,7 +91,8 @@ def measured(layers: int, width: int, rounds: int) -> list[str]:
 def main(args: Arguments) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(f"{folder}/store", 1))
+        store = dist.FileStore(f"{folder}/store", 1)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
         lines = [
             "| d | parameters | optimizer | CPU ms a step | ratio (quartiles) | state, bytes a parameter |",
             "|---:|---:|---|---:|---:|---:|",

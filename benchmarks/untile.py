@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def slabs(dtype: str, num_shards: int) -> Iterator[tuple[str, Slab]]:
         yield f"{height}x{width}", Slab("tiles", dtype, NUMEL // num_shards, 1, (placement,))
 
 
-def programs(unit: Unit) -> Iterator[tuple[str, Callable, tuple]]:
+def programs(unit: Unit) -> Iterator[tuple[str, Any, tuple]]:
     """(name, function, abstract arguments) of the product, and of it with its gradients."""
     (slab,) = unit.bucket.slabs
     batch = PartitionSpec(unit.axis)

@@ -37,8 +37,8 @@ class Block(nn.Module):
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         batch, time, width = x.shape
         q, k, v = self.qkv(x).view(batch, time, 3, -1, self.head_width).unbind(2)
-        heads = [y.transpose(1, 2) for y in (_rotate(q), _rotate(k), v)]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (y.transpose(1, 2) for y in (_rotate(q), _rotate(k), v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return mixed.transpose(1, 2).reshape(batch, time, width)
 
 

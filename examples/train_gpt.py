@@ -166,6 +166,7 @@ def main(config: Config) -> None:
         console.print(f"going on from step {len(losses)}")
     first = len(losses)
     batches = on_mesh(text.batches(corpus.train, batch_size, config.length, config.seed, skip=first), mesh)
+    start = time.perf_counter()
     with progress_bar(console) as bar, checkpoints or nullcontext():
         task = bar.add_task("", total=config.steps, completed=first, loss=before, speed=0.0, memory=memory)
         for step, batch in zip(range(first, config.steps), batches, strict=False):

@@ -200,7 +200,7 @@ def _matches(rule: TreeUnits, path: str, subtree: Any) -> bool:
 
 def _below(rule: TreeUnits, name: str) -> TreeUnits:
     """The rule for what lies below a subtree: `layers/*` means `layers/0` and nothing in it."""
-    if rule is None or callable(rule):
+    if not name or rule is None or callable(rule):
         return rule
     return tuple(p for p in ((rule,) if isinstance(rule, str) else rule) if not fnmatchcase(name, p))
 
