@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+
+from ._torus import all_gather
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 
@@ -51,7 +54,7 @@ def unpack(packed: jax.Array, numel: int, dtype: str, block: int, out_dtype: Any
     return x.reshape(-1, num_blocks * block)[:, :numel].astype(out_dtype)
 
 
-def gather_quantised(shard: jax.Array, axis: str, dtype: str, block: int, out_dtype: Any) -> jax.Array:
-    """`lax.all_gather(shard, axis, tiled=True)`, nearly."""
-    packed = lax.all_gather(pack(shard, dtype, block), axis)
+def gather_quantised(shard: jax.Array, mesh: Mesh, axis: str, dtype: str, block: int, out_dtype: Any) -> jax.Array:
+    """`all_gather(shard, mesh, axis)`, nearly."""
+    packed = all_gather(pack(shard, dtype, block)[None], mesh, axis)
     return unpack(packed, shard.size, dtype, block, out_dtype).reshape(-1, *shard.shape[1:])

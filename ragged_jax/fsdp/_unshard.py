@@ -18,6 +18,7 @@ from ._quantised import gather_quantised
 from ._sink import WithSink, reduce_scatter
 from ._slabs import slab_of, slab_shape, tensors_of
 from ._splits import on_slices, tensor_spec
+from ._torus import all_gather
 from ._unit import Arrays, Unit
 
 
@@ -92,7 +93,7 @@ def _slice_specs(unit: Unit, slabs: Sequence[Slab]) -> tuple[dict[str, Partition
 
 def _whole(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
     # XLA gathers no empty arrays. Every device skips the same ones.
-    return lax.all_gather(shard, unit.axis, tiled=True) if slab.shard_numel else shard
+    return all_gather(shard, unit.mesh, unit.axis) if slab.shard_numel else shard
 
 
 def _whole_smooth(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
@@ -100,7 +101,7 @@ def _whole_smooth(unit: Unit, slab: Slab, shard: jax.Array) -> jax.Array:
     if precision.gather_dtype is None or not slab.shard_numel or not jnp.issubdtype(shard.dtype, jnp.floating):
         return _whole(unit, slab, precision.gathered(shard))
     dtype = precision.param_dtype or shard.dtype
-    return gather_quantised(shard, unit.axis, str(precision.gather_dtype), precision.gather_block, dtype)
+    return gather_quantised(shard, unit.mesh, unit.axis, str(precision.gather_dtype), precision.gather_block, dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

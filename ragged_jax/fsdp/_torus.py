@@ -1,0 +1,46 @@
+"""One gather or two: on the tori of large TPU slices a gather over all chips would be compiled to a sum.
+
+On slices of three dims, of v5p from 64 chips on and of v4 from 32, the TPU compiler makes of an all-gather over all
+chips an all-reduce of the whole array, zero but for this chip's part: twice the bytes, and nothing runs beside it.
+Over some of the chips it gathers. So there a gather goes along a line of chips first and then over all such lines,
+which sends hardly more. `benchmarks/tpu_collectives.py` shows what becomes of which.
+"""
+
+from functools import cache
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+Groups = tuple[tuple[int, ...], ...]
+
+_MIN_CHIPS = 32
+
+
+def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
+    """`lax.all_gather(x, axis, tiled=True)` inside `shard_map`, in as many steps as the chips call for."""
+    for groups in gather_steps(mesh, axis):
+        x = lax.all_gather(x, axis, axis_index_groups=groups, tiled=True)
+    return x
+
+
+@cache
+def gather_steps(mesh: Mesh, axis: str) -> tuple[Groups | None, ...]:
+    """Who gathers with whom, step by step, in indices along the axis; None for all of them at once."""
+    size = mesh.shape[axis]
+    chips = list(mesh.devices.flat)
+    if size < max(_MIN_CHIPS, mesh.size) or chips[0].platform != "tpu":
+        return (None,)
+    where = np.array([chip.coords for chip in chips])
+    if np.count_nonzero(np.ptp(where, axis=0)) < 3:
+        return (None,)
+    line = next(n for n in range(size // 2, 0, -1) if size % n == 0 and _on_lines(where, n))
+    line = line if line > 1 else next(n for n in range(2, size + 1) if size % n == 0)
+    index = np.arange(size).reshape(-1, line)
+    return tuple(tuple(map(tuple, groups.tolist())) for groups in (index, index.T))
+
+
+def _on_lines(where: np.ndarray, n: int) -> bool:
+    """Whether any `n` chips in a row, from the first on, differ in one coordinate at most."""
+    return bool((np.count_nonzero(np.ptp(where.reshape(-1, n, where.shape[1]), axis=1), axis=1) <= 1).all())
