@@ -21,14 +21,16 @@ class Slice:
 
     sizes: tuple[int, ...]
     order: tuple[int, ...] = (0, 1, 2)  # of the coordinates, from the slowest to the fastest along the mesh axis
-    axes: tuple[str, ...] = ("fsdp",)
+    kind: str = "TPU v5"
 
     @property
     def devices(self):
         where = np.indices([self.sizes[dim] for dim in self.order]).reshape(len(self.sizes), -1).T
         where = where[:, np.argsort(self.order)]
         found = np.empty(len(where), object)
-        found[:] = [SimpleNamespace(platform="tpu", coords=tuple(map(int, at))) for at in where]
+        found[:] = [
+            SimpleNamespace(platform="tpu", device_kind=self.kind, coords=tuple(map(int, at))) for at in where
+        ]
         return found
 
     @property
@@ -54,7 +56,7 @@ def gathered(steps, size: int) -> list[list[int]]:
 
 @given(st.tuples(*[st.sampled_from([2, 3, 4, 8])] * 3), st.permutations(range(3)))
 def test_each_chip_has_all_parts_in_order(sizes, order):
-    mesh = Slice(sizes, tuple(order))
+    mesh = Slice(sizes, tuple(order), "TPU v4")
     steps = gather_steps(mesh, "fsdp")  # type: ignore[arg-type]
     assert len(steps) == (2 if mesh.size >= 32 else 1)
     assert gathered(steps, mesh.size) == [list(range(mesh.size))] * mesh.size
@@ -62,7 +64,7 @@ def test_each_chip_has_all_parts_in_order(sizes, order):
         assert {len(group) for group in steps[0]} == {sizes[order[-1]]}  # a whole line of chips
 
 
-@pytest.mark.parametrize("sizes", [(8, 8, 1), (16, 16, 1), (2, 2, 4)])
+@pytest.mark.parametrize("sizes", [(8, 8, 1), (16, 16, 1), (2, 4, 4)])
 def test_one_gather_where_it_stays_one(sizes):
     assert gather_steps(Slice(sizes), "fsdp") == (None,)  # type: ignore[arg-type]
 

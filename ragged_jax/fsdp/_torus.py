@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 Groups = tuple[tuple[int, ...], ...]
 
-_MIN_CHIPS = 32
+_MIN_CHIPS = {"TPU v4": 32}
+_MIN_CHIPS_OF_OTHERS = 64
 
 
 def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
@@ -30,7 +31,9 @@ def gather_steps(mesh: Mesh, axis: str) -> tuple[Groups | None, ...]:
     """Who gathers with whom, step by step, in indices along the axis; None for all of them at once."""
     size = mesh.shape[axis]
     chips = list(mesh.devices.flat)
-    if size < max(_MIN_CHIPS, mesh.size) or chips[0].platform != "tpu":
+    if chips[0].platform != "tpu" or size < max(
+        mesh.size, _MIN_CHIPS.get(chips[0].device_kind, _MIN_CHIPS_OF_OTHERS)
+    ):
         return (None,)
     where = np.array([chip.coords for chip in chips])
     if np.count_nonzero(np.ptp(where, axis=0)) < 3:
