@@ -20,6 +20,10 @@ _SPARSE_CORE = (
     "xla_tpu_use_tc_device_shape_on_sc",
     "xla_sc_disable_megacore_partitioning",
 )
+_TPU_OFF = (
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+    "xla_jf_bf16_propagation",  # casts stacks of weights whole, before their loop, and copies each layer out of them
+)
 
 
 def compiler_options(
@@ -29,7 +33,7 @@ def compiler_options(
 
     On GPU the compiler gathers one layer ahead in a scan, and combines the gathers of a bucket's slabs into one, up
     to the bytes that the schedule allows. On TPU gathers and reduce-scatters go to the SparseCores (v5p, v6e and
-    later; older chips have none, pass no options there). On CPU nothing runs beside anything: no options.
+    later; older chips have none, pass no options there), and weights are cast layer by layer. On CPU nothing runs beside anything: no options.
 
     Args:
       model: a sharded model, or a plan or layout.
@@ -52,7 +56,7 @@ def compiler_options(
     if backend == "cpu":
         return {}
     if backend == "tpu":
-        return {**dict.fromkeys(_SPARSE_CORE, True), "xla_tpu_enable_async_collective_fusion_fuse_all_gather": False}
+        return {**dict.fromkeys(_SPARSE_CORE, True), **dict.fromkeys(_TPU_OFF, False)}
     if backend not in ("gpu", "cuda", "rocm"):
         raise ValueError(f"no compiler options for backend {backend!r}; choose from gpu, tpu, cpu")
     if isinstance(model, Plan | Layout):
