@@ -33,7 +33,8 @@ def compiler_options(
 
     On GPU the compiler gathers one layer ahead in a scan, and combines the gathers of a bucket's slabs into one, up
     to the bytes that the schedule allows. On TPU gathers and reduce-scatters go to the SparseCores (v5p, v6e and
-    later; older chips have none, pass no options there), and weights are cast layer by layer. On CPU nothing runs beside anything: no options.
+    later; older chips have none, pass no options there), and weights are cast layer by layer, not all at the start.
+    On CPU nothing runs beside anything: no options.
 
     Args:
       model: a sharded model, or a plan or layout.
