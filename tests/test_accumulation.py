@@ -70,16 +70,16 @@ def grads_of(model, function=loss_fn, *args, **kwargs):
 @pytest.mark.parametrize(
     ("num_devices", "scan", "num", "reduce"),
     [
-        (1, False, 4, "once"),
+        pytest.param(1, False, 4, "once", marks=pytest.mark.deep),
         (3, False, 2, "once"),
         (3, False, 2, "each"),
-        (8, False, 3, "once"),
+        pytest.param(8, False, 3, "once", marks=pytest.mark.deep),
         (1, True, 4, "each"),
         (3, True, 4, "once"),
         (3, True, 4, "each"),
         (8, True, 3, "once"),
         ("2x3", True, 2, "once"),
-        ("2x3", False, 2, "each"),
+        pytest.param("2x3", False, 2, "each", marks=pytest.mark.deep),
     ],
 )
 def test_equals_one_device_and_the_whole_batch(num_devices, scan, num, reduce):

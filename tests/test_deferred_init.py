@@ -68,7 +68,7 @@ def assert_same_shardings(got, want) -> None:
     [
         pytest.param(1, AxisType.Auto, rj.elements(1), marks=pytest.mark.deep),
         pytest.param(2, AxisType.Explicit, rj.rows(1), marks=pytest.mark.deep),
-        (3, AxisType.Auto, rj.rows(8)),
+        pytest.param(3, AxisType.Auto, rj.rows(8), marks=pytest.mark.deep),
         pytest.param(5, AxisType.Explicit, rj.elements(1), marks=pytest.mark.deep),
         pytest.param(6, AxisType.Explicit, rj.tile(8, 8), marks=pytest.mark.deep),
         (7, AxisType.Auto, rj.rows(1)),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_models import QUICK
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType
@@ -37,7 +38,7 @@ def language_loss(model: nn.Module):
 @cache
 def reference(model: nn.Module):
     params = jax.jit(model.init)(KEY, TOKENS)["params"]
-    loss, grads = jax.jit(jax.value_and_grad(language_loss(model)))(params, TOKENS)
+    loss, grads = QUICK(jax.value_and_grad(language_loss(model)))(params, TOKENS)
     return named(params), float(loss), named(grads)
 
 
@@ -61,14 +62,14 @@ def test_gradients_equal_one_device(model, units, axis_type):
     assert got.keys() == params.keys()
     assert all((got[name] == x).all() for name, x in params.items())  # the same bits
     # The model itself does not matter to a step, only its parameters: the plain one takes them too.
-    value, sharded_grads = jax.jit(rj.value_and_grad(language_loss(model)))(tree, TOKENS)
+    value, sharded_grads = QUICK(rj.value_and_grad(language_loss(model)))(tree, TOKENS)
     np.testing.assert_allclose(value, loss, rtol=2e-6)
     assert_close(named(rj.full_params(sharded_grads)), grads)
     again = rj.shard_like(rj.full_params(sharded_grads), tree)
     assert jax.tree.structure(again) == jax.tree.structure(sharded_grads)
-    assert "unshard:embed" in jax.jit(rj.value_and_grad(language_loss(model))).lower(tree, TOKENS).as_text(
-        debug_info=True
-    ) or "embed" not in str(units)
+    if "embed" in str(units):
+        lowered = jax.jit(rj.value_and_grad(language_loss(model))).lower(tree, TOKENS)
+        assert "unshard:embed" in lowered.as_text(debug_info=True)
 
 
 @pytest.mark.parametrize("scan", [False, True])
