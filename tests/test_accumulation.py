@@ -70,16 +70,16 @@ def grads_of(model, function=loss_fn, *args, **kwargs):
 @pytest.mark.parametrize(
     ("num_devices", "scan", "num", "reduce"),
     [
-        (1, False, 4, "once"),
+        pytest.param(1, False, 4, "once", marks=pytest.mark.deep),
         (3, False, 2, "once"),
         (3, False, 2, "each"),
-        (8, False, 3, "once"),
+        pytest.param(8, False, 3, "once", marks=pytest.mark.deep),
         (1, True, 4, "each"),
         (3, True, 4, "once"),
         (3, True, 4, "each"),
         (8, True, 3, "once"),
         ("2x3", True, 2, "once"),
-        ("2x3", False, 2, "each"),
+        pytest.param("2x3", False, 2, "each", marks=pytest.mark.deep),
     ],
 )
 def test_equals_one_device_and_the_whole_batch(num_devices, scan, num, reduce):
@@ -140,7 +140,7 @@ def test_the_number_of_collectives():
 
 class Noisy(nnx.Module):
     def __init__(self, axis_name="fsdp"):
-        self.linear = nnx.Linear(6, 6, rngs=nnx.Rngs(0))
+        self.linear = nnx.Linear(6, 6, use_bias=False, rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(6, momentum=0.5, axis_name=axis_name, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
 
@@ -151,13 +151,17 @@ class Noisy(nnx.Module):
 
 @pytest.mark.parametrize("axis_name", ["fsdp", None])
 def test_state_passes_through_the_microbatches_in_order(axis_name):
+    """Batch statistics are those of a microbatch: of all devices where they are given the axis."""
     model = rj.fully_shard(Noisy(axis_name), make_mesh(2), axis="fsdp", units=nnx.Linear)
-    grads_of(model, num_microbatches=3)
-    whole = [Noisy(None), Noisy(None)]
+    loss_fn = lambda model, x: ((model(x) - x[:, ::-1]) ** 2).mean()
+    loss, grads = grads_of(model, loss_fn, num_microbatches=3, reduce="once" if axis_name else "each")
+    whole, run = [Noisy(None), Noisy(None)], nnx.jit(nnx.value_and_grad(loss_fn))
     parts = X.reshape(2, 3, 4, 6)  # device, microbatch
-    for i in range(3):
-        for k in range(2):
-            whole[k](parts[:, i].reshape(8, 6) if axis_name else parts[k, i])
+    done = [
+        run(whole[k], parts[:, i].reshape(8, 6) if axis_name else parts[k, i]) for i in range(3) for k in range(2)
+    ]
+    np.testing.assert_allclose(loss, np.mean([loss for loss, _ in done]), rtol=1e-6)
+    assert_close(grads, flat(jax.tree.map(lambda *g: jnp.stack(g).mean(0), *(grads for _, grads in done))))
     for name in ("mean", "var"):
         expected = np.mean([getattr(m.norm, name)[...] for m in whole], axis=0)
         np.testing.assert_allclose(getattr(model.norm, name)[...], expected, rtol=1e-5, atol=1e-6)
@@ -174,6 +178,7 @@ def test_outputs_are_joined_as_those_of_devices_are():
             "mean": x.mean(),
             "same": lax.pmean(x.sum(0), "fsdp"),
             "random": jax.random.uniform(key, (1,)),
+            "one": rj.replicated({"mean": x.mean(0), "text": "kept"}),
             "table": table * jnp.ones(()),
             "text": "kept",
         }
@@ -187,6 +192,8 @@ def test_outputs_are_joined_as_those_of_devices_are():
     np.testing.assert_allclose(aux["same"], X.sum(0) / 6, rtol=1e-5)
     assert len(set(np.asarray(aux["random"]).tolist())) == 6
     np.testing.assert_array_equal(aux["table"], np.arange(5))
+    np.testing.assert_allclose(aux["one"].pop("mean"), X.mean(0), rtol=1e-5, atol=1e-7)
+    assert aux["one"] == {"text": "kept"}
     assert aux["text"] == "kept"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from init_memory import measure_apart
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 from models import Block, OddModel, device_nbytes, flat, make_mesh
 
 import ragged_jax as rj
@@ -68,7 +68,7 @@ def assert_same_shardings(got, want) -> None:
     [
         pytest.param(1, AxisType.Auto, rj.elements(1), marks=pytest.mark.deep),
         pytest.param(2, AxisType.Explicit, rj.rows(1), marks=pytest.mark.deep),
-        (3, AxisType.Auto, rj.rows(8)),
+        pytest.param(3, AxisType.Auto, rj.rows(8), marks=pytest.mark.deep),
         pytest.param(5, AxisType.Explicit, rj.elements(1), marks=pytest.mark.deep),
         pytest.param(6, AxisType.Explicit, rj.tile(8, 8), marks=pytest.mark.deep),
         (7, AxisType.Auto, rj.rows(1)),
@@ -106,6 +106,36 @@ def test_a_flax_model(num_devices, axis_type, scan):
     assert set(device_nbytes(nnx.state(born, nnx.Param)).values()) == {rj.get_layout(born).shard_nbytes}
     assert born.num_calls[...] == 0
     assert born.head.embedding is born.embed.embedding
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.deep)])
+def test_a_flax_model_with_labels_and_slices(axis_type):
+    class Mlp(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.up, self.norm = nnx.Linear(WIDTH, 250, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+            self.down = nnx.Linear(250, WIDTH, rngs=rngs)
+
+    make = lambda: nnx.Dict(layer=Mlp(nnx.Rngs(0)), head=nnx.Param(jnp.arange(131.0)))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(axis_type,) * 2, devices=jax.devices()[:4])
+    specs = {"*/up/kernel": (None, "tp"), "*/up/bias": ("tp",), "*/down/kernel": ("tp",)}
+    options = {"axis": "fsdp", "units": Mlp, "label": {"*/kernel": "kernels", "*/norm/*": "norms"}}
+    options["specs"] = {pattern: PartitionSpec(*spec) for pattern, spec in specs.items()}
+    with jax.set_mesh(mesh):
+        born, sharded = rj.fully_shard(make, mesh, **options), rj.fully_shard(make(), mesh, **options)
+    layout = rj.get_layout(born)
+    assert {s.name for s in layout.buckets[1].slabs if s.split_axes} == {
+        "layer/up/kernel",
+        "kernels.tp.float32x1",
+        "tp.float32x1",
+    }
+    assert layout == rj.get_layout(sharded)
+    assert nnx.graphdef(born) == nnx.graphdef(sharded)
+    for what in (nnx.Param, rj.labelled("kernels"), rj.labelled("norms")):
+        parts = [nnx.state(model, what) for model in (born, sharded)]
+        assert jax.tree.leaves(parts[0])
+        assert_same_bits(*(jax.tree.map(np.asarray, part) for part in parts))
+        assert_same_shardings(*parts)
+    assert set(device_nbytes(nnx.state(born, nnx.Param)).values()) == {layout.shard_nbytes}
 
 
 @pytest.mark.deep

@@ -96,6 +96,9 @@ def test_batches_that_do_not_divide_are_named_together():
     assert "keyword argument ['scale']: shape (3,)" in text
     assert "mask" not in text
     assert "rj.replicated" in text
+    assert "random key" not in text
+    with pytest.raises(ValueError, match=r"\['dropout'\]: shape \(2,\), a random key without[^$]*wrap_key_data"):
+        rj.value_and_grad(lambda p, rngs: 0.0)(tree(), {"dropout": jax.random.PRNGKey(0)})
 
 
 def test_blocks_larger_than_their_tensor():

@@ -1,12 +1,15 @@
 """Flax Linen: what composes with units that gather by interception."""
 
-from functools import cache
+import math
+import re
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_models import QUICK
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType
@@ -35,7 +38,7 @@ def language_loss(model: nn.Module):
 @cache
 def reference(model: nn.Module):
     params = jax.jit(model.init)(KEY, TOKENS)["params"]
-    loss, grads = jax.jit(jax.value_and_grad(language_loss(model)))(params, TOKENS)
+    loss, grads = QUICK(jax.value_and_grad(language_loss(model)))(params, TOKENS)
     return named(params), float(loss), named(grads)
 
 
@@ -59,14 +62,14 @@ def test_gradients_equal_one_device(model, units, axis_type):
     assert got.keys() == params.keys()
     assert all((got[name] == x).all() for name, x in params.items())  # the same bits
     # The model itself does not matter to a step, only its parameters: the plain one takes them too.
-    value, sharded_grads = jax.jit(rj.value_and_grad(language_loss(model)))(tree, TOKENS)
+    value, sharded_grads = QUICK(rj.value_and_grad(language_loss(model)))(tree, TOKENS)
     np.testing.assert_allclose(value, loss, rtol=2e-6)
     assert_close(named(rj.full_params(sharded_grads)), grads)
     again = rj.shard_like(rj.full_params(sharded_grads), tree)
     assert jax.tree.structure(again) == jax.tree.structure(sharded_grads)
-    assert "unshard:embed" in jax.jit(rj.value_and_grad(language_loss(model))).lower(tree, TOKENS).as_text(
-        debug_info=True
-    ) or "embed" not in str(units)
+    if "embed" in str(units):
+        lowered = jax.jit(rj.value_and_grad(language_loss(model))).lower(tree, TOKENS)
+        assert "unshard:embed" in lowered.as_text(debug_info=True)
 
 
 @pytest.mark.parametrize("scan", [False, True])
@@ -98,17 +101,23 @@ def test_init_never_makes_a_whole_tensor(axis_type):
     model = rj.fully_shard(nn.Dense(1024), mesh, axis="fsdp")
     with jax.set_mesh(mesh):
         compiled = jax.jit(model.init).lower(KEY, jax.ShapeDtypeStruct((1, 2048), jnp.float32)).compile()
-    memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2048 * 1024 * 4  # of one whole kernel
+    share = 2048 * 1024 // 8
+    arrays = re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", compiled.as_text())
+    assert max(math.prod(map(int, shape.split(","))) for shape in arrays) == share
+    memory = compiled.memory_analysis()  # threefry is a loop over two words an element, one of them held twice
+    assert memory.temp_size_in_bytes <= 3 * 4 * share + 4096
+    assert memory.output_size_in_bytes <= 4 * share + 4096
 
 
 class Statistics(nn.Module):
     axis_name: str | None = None
+    rate: float = 0.5
 
     @nn.compact
     def __call__(self, x, train: bool):
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.5, axis_name=self.axis_name)(nn.Dense(6)(x))
-        return nn.Dropout(0.5, deterministic=not train)(x)
+        x = nn.Dense(6, use_bias=False)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.5, axis_name=self.axis_name)(x)
+        return nn.Dropout(self.rate, deterministic=not train)(x)
 
 
 class Twice(nn.Module):
@@ -145,12 +154,39 @@ def test_statistics_and_dropout(axis_name):
     out = np.asarray(out)
     assert ((out[:4] == 0) != (out[4:] == 0)).any()  # the same rows, other masks
     (_, (_, left)), _ = step(variables["params"], stats, x, KEY)
-    h = nn.Dense(6).apply({"params": rj.full_params(variables["params"])["Statistics_0"]["Dense_0"]}, x)
+    h = x @ rj.full_params(variables["params"])["Statistics_0"]["Dense_0"]["kernel"]
     mean = left["Statistics_0"]["BatchNorm_0"]["mean"]
-    np.testing.assert_allclose(mean, 0.75 * np.asarray(h).mean(0), rtol=1e-5, atol=1e-6)  # moved twice by a half
+    np.testing.assert_allclose(mean, 0.75 * h.mean(0), rtol=1e-5, atol=1e-6)  # moved twice by a half
     evaluate = rj.apply(lambda params, stats, x: model.apply({"params": params, "batch_stats": stats}, x, False))
     expected = Twice().apply({"params": rj.full_params(variables["params"]), "batch_stats": left}, x, False)
     np.testing.assert_allclose(evaluate(variables["params"], rj.replicated(left), x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("axis_name", [None, "fsdp"])
+def test_statistics_of_microbatches(axis_name):
+    """All microbatches find the statistics that were given; what they leave is averaged, and so is the gradient."""
+    model, x = Statistics(axis_name, rate=0.0), np.random.default_rng(0).normal(size=(24, 6)).astype(np.float32)
+    plain = Statistics(rate=0.0)
+    variables = plain.init(KEY, x, True)
+    params = rj.shard_tree(variables["params"], make_mesh(2), axis="fsdp", units="Dense_0")
+
+    def loss(model, mark, params, stats, x):
+        given = {"params": params, "batch_stats": stats}
+        out, left = model.apply(given, x, True, mutable=nn.DenyList("params"))
+        return jnp.square(out - x[:, ::-1]).mean(), mark(left["batch_stats"])
+
+    run = rj.value_and_grad(partial(loss, model, rj.replicated), has_aux=True, num_microbatches=3)
+    (value, left), grads = jax.jit(run)(params, rj.replicated(variables["batch_stats"]), x)
+    one = jax.jit(jax.value_and_grad(partial(loss, plain, lambda x: x), has_aux=True))
+    parts = x.reshape(2, 3, 4, 6)  # device, microbatch
+    parts = parts.swapaxes(0, 1).reshape(3, 8, 6) if axis_name else parts.reshape(6, 4, 6)
+    done = [one(variables["params"], variables["batch_stats"], part) for part in parts]
+    (expected, stats), want = jax.tree.map(lambda *x: jnp.stack(x).mean(0), *done)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert_close(named(left), named(stats))
+    assert_close(named(rj.full_params(grads)), named(want))
+    with pytest.raises(ValueError, match=r"unit 'Dense_0' change its parameters[^$]*DenyList\('params'\)"):
+        rj.apply(lambda p, x: model.apply({"params": p}, x, True, mutable=True))(params, x)
 
 
 def test_mixed_precision():

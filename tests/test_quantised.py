@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from contract_models import QUICK
 from flax import nnx
-from models import make_mesh, poison_padding
+from jax.sharding import AxisType, PartitionSpec
+from models import assert_close, make_mesh, poison_padding
 
 import ragged_jax as rj
 from ragged_jax.fsdp import MixedPrecision
@@ -138,6 +140,37 @@ def test_gradients_pass_straight_through_and_shards_stay_exact():
     assert 0 < error["w"].rms < 0.01
     wrong = np.abs(arrived - params["w"]).max() / np.abs(params["w"]).max()
     np.testing.assert_allclose(wrong, error["w"].max, atol=2.0**-8)  # bfloat16 comes on top
+
+
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.deep)])
+def test_slices_of_stacked_layers(dtype):
+    """Under tensor parallelism each device's part of a slice is quantised, layer by layer: alone and with others."""
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    shapes = {"up": (3, 30, 40), "down": (3, 40, 30), "odd": (3, 3, 30), "bias": (3, 40)}
+    layers = {name: RNG.normal(size=shape).astype(np.float32) / 5 for name, shape in shapes.items()}
+    specs = {"*/up": PartitionSpec(None, None, "tp"), "*/down": PartitionSpec(None, "tp"), "*/bias": (None, "tp")}
+    how = {"units": "layers", "stacked": "layers", "specs": {name: PartitionSpec(*s) for name, s in specs.items()}}
+    plan = rj.plan({"layers": layers}, 2, axis_sizes={"tp": 2}, min_slab_nbytes=1024, **how)
+    assert {slab.sole for bucket in plan.layout.buckets for slab in bucket.slabs if slab.split_axes} == {True, False}
+    precision = MixedPrecision(gather_dtype=dtype, gather_block=32)
+    tree = rj.shard_tree({"layers": layers}, mesh, axis="fsdp", plan=plan, precision=precision, **how)
+
+    def loss(params, x, wrap=lambda f: f):
+        def layer(w, x):
+            return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"] * w["odd"].sum(0)
+
+        return jnp.square(jax.lax.scan(lambda x, w: (wrap(layer)(w, x), None), x, params["layers"])[0]).mean()
+
+    def arrived(x):
+        part = lambda x: np.stack([there_and_back(layer, dtype, 32).reshape(layer.shape) for layer in x])
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: part(np.asarray(x[index])))
+
+    params = rj.full_params(jax.tree.map(arrived, tree))
+    assert all((params["layers"][name] != x).any() for name, x in layers.items())
+    run = rj.value_and_grad(lambda p, x: loss(p, x, rj.unsharded))
+    (value, grads), (expected, want) = QUICK(run)(tree, X), QUICK(jax.value_and_grad(loss))(params, X)
+    np.testing.assert_allclose(value, expected, rtol=2e-6)
+    assert_close(rj.full_params(grads)["layers"], {name: np.asarray(g) for name, g in want["layers"].items()})
 
 
 def test_errors_of_some_units():

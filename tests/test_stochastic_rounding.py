@@ -34,9 +34,11 @@ def assert_same(got, want):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint16), np.asarray(y).view(np.uint16), err_msg=str(path))
 
 
+OPTIMIZER = fused_adamw8bit(1e-2, block={**RULE, "*": rj.elements(256)}, stochastic_rounding=True, seed=3)
+
+
 def fused(params, grads):
-    optimizer = fused_adamw8bit(1e-2, block={**RULE, "*": rj.elements(256)}, stochastic_rounding=True, seed=3)
-    apply, state = jax.jit(optimizer.apply), optimizer.init(params)
+    apply, state = jax.jit(OPTIMIZER.apply), OPTIMIZER.init(params)
     for _ in range(2):
         params, state = apply(params, grads, state)
     return params
@@ -61,17 +63,35 @@ def unsharded(run):
     return jax.tree.map(np.asarray, run(tree(0), tree(1)))
 
 
+def shard(num_devices, packed):
+    """In packed or sole slabs, with stacked layers."""
+    how = {"units": "layers", "stacked": "layers"}
+    smallest = 1 << 20 if packed else 0
+    plan = rj.plan(tree(0), num_devices, block=rj.elements(256), min_slab_nbytes=smallest, **how)
+    return rj.shard_tree(tree(0), make_mesh(num_devices), axis="fsdp", plan=plan, **how)
+
+
 @pytest.mark.parametrize("run", [fused, chained])
 @pytest.mark.parametrize(("num_devices", "packed"), [(3, False), (8, True)])
 def test_the_same_bits_on_any_mesh(run, num_devices, packed):
-    """Packed and sole slabs, stacked layers, padding, tensors in 8 bits and in float32."""
-    block = rj.elements(256)
-    how = {"units": "layers", "stacked": "layers"}
-    plan = rj.plan(tree(0), num_devices, block=block, min_slab_nbytes=1 << 20 if packed else 0, **how)
+    """Padding, tensors in 8 bits and in float32."""
     with jax.set_mesh(make_mesh(num_devices)):
-        params = rj.shard_tree(tree(0), make_mesh(num_devices), axis="fsdp", plan=plan, **how)
+        params = shard(num_devices, packed)
         after = run(params, rj.shard_like(tree(1), params))
     assert_same(rj.full_params(after), unsharded(run))
+
+
+def test_the_same_bits_after_a_checkpoint_on_other_devices(tmp_path):
+    """One step on 3 devices and the next one on 8: 8-bit moments, bfloat16 parameters and the count go along."""
+    checkpointer = rj.Checkpointer(tmp_path, background=False)
+    for step, (num_devices, packed) in enumerate(((3, False), (8, True))):
+        with jax.set_mesh(make_mesh(num_devices)):
+            params = shard(num_devices, packed)
+            state = params, OPTIMIZER.init(params)
+            params, state = checkpointer.restore(state) if step else state
+            state = jax.jit(OPTIMIZER.apply)(params, rj.shard_like(tree(1), params), state)
+            checkpointer.save(step, state)
+    assert_same(rj.full_params(state[0]), unsharded(fused))
 
 
 @pytest.mark.parametrize(

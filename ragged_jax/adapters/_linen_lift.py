@@ -24,6 +24,12 @@ def gather_units(next_fun: Callable, args: tuple, kwargs: dict[str, Any], contex
         return next_fun(*args, **kwargs)
     if context.method_name == "setup":
         return None  # it would read parameters; the copy of the module that has them whole sets itself up
+    if context.module.scope.is_mutable_collection("params"):
+        raise ValueError(
+            f"`mutable` lets unit {tree.unit.bucket.name!r} change its parameters, which are sharded and gathered "
+            "to be read. Name the collections that change, as in `mutable=['batch_stats']`, or all but "
+            "these: `mutable=flax.linen.DenyList('params')`"
+        )
     if tree.is_stack:
         return next_fun(*args, **kwargs)  # the scan inside will call with one layer
     return _gathered(context.module, context.method_name, tree, args, kwargs)

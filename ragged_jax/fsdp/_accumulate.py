@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from ._argument import Argument
 from ._check import is_key
-from ._joined import vary, varying
+from ._joined import marks, vary, varying
 from ._precision import FULL
 from ._sink import WithSink, drain, make_sink
 from ._splits import on_slices, only, opened_spec, others
@@ -89,7 +89,7 @@ def microbatches(
     Returns:
       The mean loss on this device, the output, the state that the last microbatch left, and the sum of the
       gradients. Of the output and of state that the function made, arrays that differ between devices are
-      concatenated along dim 0; everything else is averaged.
+      concatenated along dim 0, unless they are marked as `replicated`; everything else is averaged.
     """
     outputs = _Outputs(frozenset(path for path, _ in _named(state)))
 
@@ -154,6 +154,7 @@ class _Outputs:
     def split(self, out: Any, closed: Any) -> tuple[dict[str, Any], list[jax.Array]]:
         self._closed = _named(closed)
         flat, self._treedef = jax.tree.flatten((out, closed))
+        self._is_one = marks((out, closed))
         num_out = len(flat) - len(self._closed)
         self._names = [None] * num_out + [path if path in self.known else None for path, _ in self._closed]
         carried = {name: leaf for name, leaf in zip(self._names, flat, strict=True) if name is not None}
@@ -163,18 +164,18 @@ class _Outputs:
 
     def join(self, arrays: Sequence[jax.Array], carried: Mapping[str, Any]) -> Any:
         queue, leaves = iter(arrays), []
-        for name, constant in zip(self._names, self._leaves, strict=True):
+        for name, constant, is_one in zip(self._names, self._leaves, self._is_one, strict=True):
             if name is not None:
                 leaves.append(carried[name])
             else:
-                leaves.append(_joined(next(queue)) if constant is None else constant)
+                leaves.append(_joined(next(queue), is_one) if constant is None else constant)
         return jax.tree.unflatten(self._treedef, leaves)
 
 
-def _joined(x: jax.Array) -> jax.Array:
-    """Of one leaf of all microbatches, stacked on dim 0."""
+def _joined(x: jax.Array, is_one: bool) -> jax.Array:
+    """Of one leaf of all microbatches, stacked on dim 0; of one value, the mean."""
     if is_key(x):
         return x[-1]
-    if varying(x) and x.ndim > 1:
+    if varying(x) and x.ndim > 1 and not is_one:
         return x.reshape(-1, *x.shape[2:])
     return (x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)).mean(0)

@@ -73,7 +73,8 @@ class Joined:
         known |= self.known
         flat, self._treedef = tree_flatten_with_path(tree)
         named = [(keystr(path), leaf) for path, leaf in flat]
-        if bad := [name for name, x in named if name in known and varying(x) and not _is_float(x)]:
+        arrays = [(name, x) for name, x in named if isinstance(x, jax.Array)]
+        if bad := [name for name, x in arrays if name in known and varying(x) and not _is_float(x)]:
             raise TypeError(
                 "after the call these state leaves differ between devices and, not being floats, have no mean: "
                 f"{', '.join(bad)}. Reduce them over {self.axes} inside the function."
@@ -104,17 +105,23 @@ class Joined:
         return jax.tree.unflatten(self._treedef, leaves)
 
 
+def marks(tree: Any) -> list[bool]:
+    """For each leaf of a tree, whether it is marked as `replicated`."""
+    nodes = jax.tree.leaves(tree, is_leaf=_is_marked)
+    return [_is_marked(node) for node in nodes for _ in jax.tree.leaves(node)]
+
+
+def _is_marked(x: Any) -> bool:
+    return isinstance(x, replicated)
+
+
 def _unmarked(tree: Any) -> tuple[Any, frozenset[str]]:
     """The tree without its `replicated` marks, and the paths of the leaves that were under one."""
-
-    def marked(x: Any) -> bool:
-        return isinstance(x, replicated)
-
-    flat, _ = tree_flatten_with_path(tree, is_leaf=marked)
-    inner = (tree_flatten_with_path(x.value)[0] for _, x in flat if marked(x))
-    outer = (path for path, x in flat if marked(x))
+    flat, _ = tree_flatten_with_path(tree, is_leaf=_is_marked)
+    inner = (tree_flatten_with_path(x.value)[0] for _, x in flat if _is_marked(x))
+    outer = (path for path, x in flat if _is_marked(x))
     found = {keystr((*path, *rest)) for path, leaves in zip(outer, inner, strict=True) for rest, _ in leaves}
-    return jax.tree.map(lambda x: x.value if marked(x) else x, tree, is_leaf=marked), frozenset(found)
+    return jax.tree.map(lambda x: x.value if _is_marked(x) else x, tree, is_leaf=_is_marked), frozenset(found)
 
 
 def _is_float(x: jax.Array) -> bool:

@@ -4,6 +4,7 @@ Blocks are consecutive elements of what one device holds, so none spans two devi
 collective, as uint8, which no backend widens.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -56,5 +57,12 @@ def unpack(packed: jax.Array, numel: int, dtype: str, block: int, out_dtype: Any
 
 def gather_quantised(shard: jax.Array, mesh: Mesh, axis: str, dtype: str, block: int, out_dtype: Any) -> jax.Array:
     """`all_gather(shard, mesh, axis)`, nearly."""
-    packed = all_gather(pack(shard, dtype, block)[None], mesh, axis)
-    return unpack(packed, shard.size, dtype, block, out_dtype).reshape(-1, *shard.shape[1:])
+
+    # In one piece, because a scan that is differentiated computes ahead what depends on no layer: zeros and NaNs in
+    # the shape of the weights. Out of the `shard_map` for split tensors jax cannot even bring them.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def gathered(shard: jax.Array) -> jax.Array:
+        packed = all_gather(pack(shard, dtype, block)[None], mesh, axis)
+        return unpack(packed, shard.size, dtype, block, out_dtype).reshape(-1, *shard.shape[1:])
+
+    return gathered(shard)

@@ -68,7 +68,7 @@ def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
 
 def _gathers(jaxpr: Any) -> bool:
     """Whether a program gathers weights, which it may quantise before and dequantise after."""
-    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    inner = [eqn.params["jaxpr"] for eqn in jaxpr.eqns if "jaxpr" in eqn.params]
     return any(eqn.primitive.name == "all_gather" for eqn in jaxpr.eqns) or any(map(_gathers, inner))
 
 

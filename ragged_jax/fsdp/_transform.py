@@ -42,8 +42,8 @@ def value_and_grad(
         the optimizer: weight decay would move them.
       num_microbatches: runs every device's share of the batch in so many parts, one after the other, and adds up
         their gradients: gradient accumulation. State that the function leaves passes from one to the next, random
-        keys differ; aux arrays are concatenated in the order of the batch, what is the same on all devices is
-        averaged.
+        keys differ; aux arrays are concatenated in the order of the batch, what is the same on all devices or marked
+        as `replicated` is averaged. Statistics of a batch are those of a microbatch.
       reduce: with several microbatches, `"once"` adds up the gradients of whole slabs on each device and reduces
         the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
         each microbatch and adds up shards.
