@@ -213,6 +213,48 @@ def test_replicas_share_the_work():
     assert {(a // 4, b // 4) for p in seen for a, b in p.exchange.traffic} == {(0, 0), (1, 1)}
 
 
+def test_tensors_that_other_axes_split(monkeypatch):
+    """Each slice moves as a tensor of its own; into other slices they go by way of the host."""
+    rng, by_host = np.random.default_rng(0), []
+    tree = {n: rng.normal(size=s).astype(np.float32) for n, s in {"up": (64, 102), "odd": (7, 12), "b": (5,)}.items()}
+    layers = {"layers": {"w": rng.normal(size=(2, 12, 4)).astype(np.float32)}}
+    columns, rows = PartitionSpec(None, "tp"), PartitionSpec("tp")
+
+    def shard(tp: int, specs: dict, /, **sizes: int) -> dict:
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[: tp * sizes["fsdp"]])
+        plan = rj.plan(tree, sizes["fsdp"], axis_sizes=sizes, specs=specs, axis_order="auto", min_slab_nbytes=512)
+        stack = {"*w": PartitionSpec(None, "tp")} if tp > 1 else {}
+        flat = rj.shard_tree(tree, mesh, axis="fsdp", plan=plan, specs=specs)
+        return {
+            "flat": flat,
+            "stack": rj.shard_tree(layers, mesh, axis="fsdp", units="layers", stacked="layers", specs=stack),
+        }
+
+    alike = {"up": columns, "odd": columns}
+    states = [
+        shard(2, alike, fsdp=3, tp=2),
+        shard(2, alike, tp=2, fsdp=4),
+        shard(4, {"up": rows, "odd": columns}, fsdp=2, tp=4),
+        shard(1, {}, fsdp=5),
+    ]
+    real = _redistribute.array_by_host
+    monkeypatch.setattr(_redistribute, "array_by_host", lambda *args: by_host.append(args[0].name) or real(*args))
+    monkeypatch.setattr(_redistribute, "_run", simulated)
+    want = [*bits(rj.full_params(states[0]["flat"])), *bits(rj.full_params(states[0]["stack"]))]
+    for a, before in enumerate(states):
+        for b, like in enumerate(states):
+            after = rj.redistribute(before, jax.tree.map(jnp.zeros_like, like))
+            assert [*bits(rj.full_params(after["flat"])), *bits(rj.full_params(after["stack"]))] == want
+            assert [x.sharding for x in jax.tree.leaves(after)] == [x.sharding for x in jax.tree.leaves(like)]
+            assert bool(by_host) == ({a, b} > {2} or {a, b} > {3})
+            by_host.clear()
+    monkeypatch.undo()
+    up = {"up": tree["up"]}
+    meshes = [jax.make_mesh((n, 2), ("fsdp", "tp"), devices=jax.devices()[: 2 * n]) for n in (3, 4)]
+    before, like = (rj.shard_tree(up, mesh, axis="fsdp", specs={"up": columns}) for mesh in meshes)
+    assert bits(rj.full_params(rj.redistribute(before, like))) == bits(up)
+
+
 def test_donated_arrays_are_freed_as_they_are_used(monkeypatch):
     tree = {"layers": [{"w": np.full((40, 8), float(i), np.float32)} for i in range(3)]}
     before = rj.shard_tree(tree, make_mesh(2), axis="fsdp", units="layers/*")
