@@ -97,13 +97,24 @@ def checkpointing(mesh) -> None:
         OUT / f"restored{RANK}.npz", **rj.full_params(other["params"]), **{"2w": rj.full_params(back["params"])["w"]}
     )
     odd = {**like, "extra": 1} if RANK else like
+
+    def saving(state, metadata=None, **options) -> dict:
+        def save() -> None:
+            with rj.Checkpointer(OUT / "never", **options) as checkpointer:
+                checkpointer.save(1, state, metadata)
+
+        return failing(save)
+
     for background in (False, True):
-
-        def saving(background=background) -> None:
-            with rj.Checkpointer(OUT / "never", background=background) as checkpointer:
-                checkpointer.save(1, odd)
-
-        RESULTS["disagreeing"][f"saving, background={background}"] = failing(saving)
+        RESULTS["disagreeing"] |= {
+            f"saving, background={background}": saving(odd, background=background),
+            f"saving a text, background={background}": saving(
+                {**like, "text": "?"} if RANK else like, background=background
+            ),
+            f"saving no JSON, background={background}": saving(
+                like, {"of": {1} if RANK else 1}, background=background
+            ),
+        }
     RESULTS["disagreeing"]["restoring"] = failing(lambda: rj.Checkpointer(OUT / "of_two").restore(odd))
     damaged = OUT / "of_one" if RANK == 0 else OUT / "damaged"  # what one process reads is not what was written
     RESULTS["disagreeing"]["damaged"] = failing(lambda: rj.Checkpointer(damaged).restore(like, step=1))
