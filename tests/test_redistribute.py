@@ -382,7 +382,7 @@ def test_a_layout_of_a_tree():
         rj.redistribute({"w": jnp.ones(3)}, layout)
 
 
-def test_what_does_not_fit_is_named_at_once():
+def test_what_does_not_fit_is_named_at_once(tmp_path):
     state = {"a": jnp.ones((2, 3)), "b": jnp.ones(3), "d": jnp.ones(2), "n": 1}
     like = {"a": jnp.ones((3, 2)), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(4), "n": 2}
     with pytest.raises(ValueError, match="cannot become") as caught:
@@ -401,5 +401,9 @@ def test_what_does_not_fit_is_named_at_once():
     whole_first = rj.optim.with_tensors(optax.scale_by_adam())
     with pytest.raises(ValueError, match="`with_tensors` is its owners'"):
         rj.redistribute(optimizer(whole_first, params, 2), optimizer(whole_first, params, 4))
+    with rj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, optimizer(whole_first, params, 2))
+        with pytest.raises(rj.CheckpointError, match=r"(?s)owners', and nothing takes it to others.*call `tx.init`"):
+            checkpointer.restore(optimizer(whole_first, params, 4))
     with pytest.raises(TypeError, match="under jit"):
         jax.jit(lambda x: rj.redistribute(x, x))(jnp.ones(3))

@@ -13,7 +13,7 @@ _LEAST_NBYTES = 1 << 20  # smaller files do not gain by it
 def take_room(descriptor: int, nbytes: int) -> None:
     """Makes a new file as long as it is going to be.
 
-    A disk without so much room is known at once, and the kernel need not look for room time and again while it writes.
+    A disk without so much room is known at once, and the kernel need not look for room time and again.
     File systems that cannot do it are left alone. `os.posix_fallocate` would write to every block there.
 
     Raises:

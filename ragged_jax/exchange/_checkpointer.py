@@ -8,10 +8,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..checkpoint import BaseCheckpointer, Checkpoint, Part, TensorEntry, check_wanted, in_threads
+from ..checkpoint import BaseCheckpointer, Checkpoint, CheckpointError, Part, TensorEntry, check_wanted, in_threads
 from ..fsdp import check_same_on_all_processes
 from ..fsdp._check import has_values
 from ..layout import Layout
+from ._matched import owners_hint
 from ._state import items_of, layouts_of
 from ._transfer import parts_of, restored
 
@@ -97,7 +98,10 @@ def restore_from(
     same = partial(check_same_on_all_processes, what="the states to restore", timeout_s=timeout)
     same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
     try:
-        check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
+        try:
+            check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
         slabs = [at for at, item in enumerate(items) if item.held is not None]
         done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
         rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known

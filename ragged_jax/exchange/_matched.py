@@ -1,12 +1,14 @@
 """Which tensors of a state become which of another one, by name; or everything in which they differ."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..checkpoint import TensorEntry, find_sources
 from ..layout import listed
 from ._state import Item
+
+_OWNED = "owned/on "  # in the paths of that state
 
 
 class Source(NamedTuple):
@@ -50,12 +52,8 @@ def matched(have: Sequence[Item], want: Sequence[Item]) -> dict[str, list[Source
         for name, numel in taken.items()
         if numel < entries[name].numel
     ]
-    if any("owned/" in fault for fault in faults):
-        faults.append(
-            "~ the state of `with_tensors` is its owners'; it moves only between devices with the same owners"
-        )
     if faults:
-        raise ValueError("this state cannot become that one:" + listed(sorted(faults)))
+        raise ValueError("this state cannot become that one:" + listed(sorted(faults)) + owners_hint(faults))
     return sources
 
 
@@ -66,3 +64,13 @@ def _unlike(name: str, there: TensorEntry, wanted: TensorEntry) -> list[str]:
     if there.attributes != wanted.attributes:
         faults.append(f"{name}: {there.attributes}, wanted with {wanted.attributes}")
     return faults
+
+
+def owners_hint(faults: Iterable[str]) -> str:
+    """What to do where faults speak of the state of `with_tensors`."""
+    if not any(_OWNED in fault for fault in faults):
+        return ""
+    return (
+        "\nThe state of `with_tensors` is its owners', and nothing takes it to others. Keep the devices and the "
+        "layout for it, or begin it anew: leave it out of what is moved or restored, and call `tx.init`."
+    )

@@ -34,6 +34,9 @@ def redistribute(state: Any, like: Any, *, donate: bool = False, mesh: Mesh | No
     (moments, 8-bit codes and scales, momentum), ordinary arrays of any sharding, and numbers. An ordinary array may
     become sharded and the other way round, and a stack of layers a list of them.
 
+    Tensors that other mesh axes split stay on the devices where they are wanted in the same slices. Into other slices
+    they go by way of the host, one array at a time, which one process alone can do.
+
     Args:
       state: any pytree.
       like: a state of the same tensors as it is wanted, of arrays or `jax.ShapeDtypeStruct`; values do not matter. Of
@@ -49,6 +52,7 @@ def redistribute(state: Any, like: Any, *, donate: bool = False, mesh: Mesh | No
     Raises:
       ValueError: the states hold different tensors, or tensors of other shapes, dtypes or quantisation; all of them
         are named. Or blocks that are quantised together would be cut; see `ragged_jax.optim.adamw8bit`.
+      NotImplementedError: an array would go by way of the host, and several processes have it.
       TypeError: the state is traced: this is not for use under `jit`.
 
     Example:
