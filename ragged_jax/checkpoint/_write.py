@@ -14,6 +14,8 @@ from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_na
 from ._safetensors import Entry, Written, entry_shape, write_bytes, write_safetensors
 from ._threads import in_threads
 
+_AT_ONCE = 16  # files: most of them wait for the disk, which syncs several in the time of one
+
 
 @dataclass(frozen=True)
 class Part:
@@ -80,7 +82,7 @@ def write_parts(
         before_each()
         return jobs[name]()
 
-    done = in_threads(written, list(jobs))
+    done = in_threads(written, list(jobs), _AT_ONCE)
     files = [FileEntry(name, written.nbytes, written.crc32) for name, written in done.items()]
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for number, group in enumerate(groups):
