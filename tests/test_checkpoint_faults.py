@@ -1,5 +1,7 @@
 """What can go wrong with a checkpoint: kills, full disks, damage, other jobs, ranks that fail or disagree."""
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -23,6 +25,7 @@ from ragged_jax.checkpoint import (
     CheckpointError,
     Part,
     TensorEntry,
+    _room,
     _write,
 )
 from ragged_jax.layout import Bucket, Layout, Placement, Slab, TensorSpec
@@ -97,6 +100,27 @@ def test_a_file_that_may_not_grow(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000000"]
     save(folder, 1)
     check(folder.open())
+
+
+@pytest.mark.parametrize(("number", "fails"), [(errno.ENOSPC, True), (errno.EOPNOTSUPP, False)])
+def test_room_is_taken_before_anything_is_written(tmp_path, monkeypatch, number, fails):
+    """Where the file system can: others are written to without."""
+    asked, written, real = [], [], os.writev
+
+    def fallocate(descriptor, mode, start, nbytes):
+        asked.append(nbytes)
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(_room, "_fallocate", lambda: fallocate)
+    monkeypatch.setattr(os, "writev", lambda *args: written.append(real(*args)) or written[-1])
+    tensors, part = {"w": TensorEntry("uint8", (2 << 20,))}, Part("w", ((0, 2 << 20),), np.ones(2 << 20, np.uint8))
+    with pytest.raises(OSError, match="No space left") if fails else contextlib.nullcontext():
+        CheckpointDirectory(tmp_path).save(1, tensors, [part])
+    assert len(asked) == 1
+    assert asked[0] > 2 << 20
+    assert os.listdir(tmp_path) == ([] if fails else ["step_00000001"])
+    assert bool(written) is not fails
 
 
 @pytest.fixture(scope="module")

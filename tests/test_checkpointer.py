@@ -181,7 +181,13 @@ def bits(arrays: list[np.ndarray]) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "restored"), [((1, 0), (5, 1)), ((7, 1), (4, 2)), ((8, 2), (3, 0)), ((6, 0), (8, 2))]
+    ("saved", "restored"),
+    [
+        ((1, 0), (5, 1)),
+        ((7, 1), (4, 2)),
+        ((8, 2), (3, 0)),
+        pytest.param((6, 0), (8, 2), marks=pytest.mark.deep),
+    ],
 )
 def test_every_kind_of_leaf_on_any_devices(tmp_path, saved, restored):
     tree = random_tree(np.random.default_rng(0))
