@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from .layout import SAFETENSORS_DTYPES, Block, BlockRule, TensorSpec, block_for
+from .layout import SAFETENSORS_DTYPES, Block, BlockRule, TensorSpec, block_for, listed
 from .planner import Group
 
 _MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
@@ -83,11 +83,10 @@ def groups_from(document: Any, block: BlockRule, *, source: str = "shapes") -> l
         return [group for entry in model.groups for group in _expand(entry, block)]
     except ValidationError as error:
         faults = [
-            f"  {'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}"
+            f"{'.'.join(map(str, fault['loc'])) or 'document'}: {fault['msg']}"
             for fault in error.errors(include_url=False)
         ]
-        more = [f"  and {len(faults) - 10} more"] if len(faults) > 10 else []
-        raise ShapesError("\n".join([f"{source}: not a file of shapes:", *faults[:10], *more])) from None
+        raise ShapesError(f"{source}: not a file of shapes:" + listed(faults)) from None
     except ValueError as error:
         raise ShapesError(f"{source}: {error}") from None
 

@@ -49,7 +49,7 @@ def main(path: str, kills: int, seed: int) -> None:
         time.sleep(rng.uniform(0, 4 * pause))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        in_the_middle += any(folder.path.glob(".step_*"))
+        in_the_middle += any(folder.path.glob(".step*"))
         latest = folder.latest()
         assert latest is not None
         assert latest >= last
@@ -59,7 +59,7 @@ def main(path: str, kills: int, seed: int) -> None:
         last = latest
     save(folder, last + 1)
     assert folder.steps() == [last, last + 1], folder.steps()
-    assert not list(folder.path.glob(".step_*")), "a save cleans up after the killed"
+    assert not list(folder.path.glob(".step*")), "a save cleans up after the killed"
     print(in_the_middle)
 
 

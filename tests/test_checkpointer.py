@@ -94,6 +94,39 @@ def test_a_part_of_what_was_saved(unbroken):
             np.testing.assert_array_equal(x, checkpoint.read(f"model/{name}"))
 
 
+def test_layers_are_left_out_on_purpose_only(tmp_path):
+    """Of a list, of what is known to be a stack, and of layers that were a stack."""
+    layers = [{"w": np.full((3, 5), float(i), np.float32), "b": np.full(3, float(i), np.float32)} for i in range(4)]
+    stack = lambda num: {"layers": stack_of(layers[:num])}
+    sharded = lambda tree: rj.shard_tree(tree, make_mesh(2), axis="fsdp", units="layers", stacked="layers")
+    saved = {
+        "a list": {"layers": layers, "other": [np.ones(2), np.ones(3)]},
+        "a stack": stack(4) | {"other": [np.ones(2), np.ones(3)]},
+        "a sharded stack": sharded(stack(4)),
+    }
+    for name, state in saved.items():
+        with rj.Checkpointer(tmp_path / name) as checkpointer:
+            checkpointer.save(1, state)
+            like = jax.tree.map(np.zeros_like, {"layers": layers[:3]})
+            for wanted in (like, sharded(jax.tree.map(np.zeros_like, stack(3)))):
+                with pytest.raises(
+                    rj.CheckpointError, match=r"4 layers saved, 3 wanted.*; `fewer_layers=True` leaves"
+                ):
+                    checkpointer.restore(wanted)
+                got = checkpointer.restore(wanted, fewer_layers=True)
+                got = rj.full_params(got) if isinstance(got, rj.ShardedTree) else got
+                got = got["layers"] if isinstance(got["layers"], dict) else stack_of(got["layers"])
+                jax.tree.map(np.testing.assert_array_equal, got, stack(3)["layers"])
+            shapes = r"layers/w: saved with shape \(4, 3, 5\), wanted with \(3, 3, 5\)"
+            with pytest.raises(rj.CheckpointError, match=shapes):
+                checkpointer.restore(jax.tree.map(jnp.zeros_like, stack(3)), fewer_layers=True)
+            assert name == "a sharded stack" or len(checkpointer.restore({"other": saved["a list"]["other"]})) == 1
+
+
+def stack_of(layers: list) -> dict:
+    return jax.tree.map(lambda *x: np.stack(x), *layers)
+
+
 def random_tree(rng: np.random.Generator) -> dict:
     return {
         "embed": rng.normal(size=(33, 7)).astype(np.float32),
@@ -148,7 +181,13 @@ def bits(arrays: list[np.ndarray]) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("saved", "restored"), [((1, 0), (5, 1)), ((7, 1), (4, 2)), ((8, 2), (3, 0)), ((6, 0), (8, 2))]
+    ("saved", "restored"),
+    [
+        ((1, 0), (5, 1)),
+        ((7, 1), (4, 2)),
+        ((8, 2), (3, 0)),
+        pytest.param((6, 0), (8, 2), marks=pytest.mark.deep),
+    ],
 )
 def test_every_kind_of_leaf_on_any_devices(tmp_path, saved, restored):
     tree = random_tree(np.random.default_rng(0))

@@ -32,26 +32,29 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def start(out: Path, script: str, port: int, rank: int, *arguments: str, num_devices: int = 2) -> subprocess.Popen:
+    """A process of several, with devices of its own."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_CPU_DEVICES": str(num_devices),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+    }
+    command = [sys.executable, str(ROOT / "tests" / script), str(out), str(port), str(rank), *arguments]
+    with (out / f"log{rank}").open("a") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory) -> dict:
     """What both left: results and exit codes by rank, and how long rank 0 lived after rank 1 was killed."""
     out, port = tmp_path_factory.mktemp("pair"), free_port()
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")} | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_NUM_CPU_DEVICES": "2",
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
-    }
     with rj.Checkpointer(out / "of_one") as checkpointer:
         checkpointer.save(1, state_of(make_mesh(3), 3))
     damaged = Path(shutil.copytree(out / "of_one", out / "damaged")) / "step_00000001" / "root.00000.safetensors"
     data = bytearray(damaged.read_bytes())
     data[-70] ^= 1
     damaged.write_bytes(data)
-    processes = []
-    for rank in range(2):
-        command = [sys.executable, str(ROOT / "tests" / "two_processes.py"), str(out), str(port), str(rank)]
-        with (out / f"log{rank}").open("w") as log:
-            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    processes = [start(out, "two_processes.py", port, rank) for rank in range(2)]
     try:
         processes[1].wait(timeout=200)
         killed = time.monotonic()
@@ -85,6 +88,10 @@ def pair(tmp_path_factory) -> dict:
         ("deferred", "kernel: float32[8, 8] in blocks elements(1) in unit (root) on process 0; float32[8, 9]"),
         ("saving, background=False", "extra: rank 1 has int64[], rank 0 nothing"),
         ("saving, background=True", "extra: rank 1 has int64[], rank 0 nothing"),
+        ("saving a text, background=False", "step 1 was not saved: rank 1: TypeError: a checkpoint holds arrays and"),
+        ("saving a text, background=True", "step 1 was not saved: rank 1: TypeError: a checkpoint holds arrays and"),
+        ("saving no JSON, background=False", "step 1 was not saved: rank 1: TypeError: Object of type set"),
+        ("saving no JSON, background=True", "step 1 was not saved: rank 1: TypeError: Object of type set"),
         (
             "restoring",
             "the states to restore differ between processes, so none of them goes on:\n  extra: ",
@@ -169,6 +176,36 @@ def test_what_is_saved_two_processes_restore(pair):
     assert not (pair["out"] / "never").exists() or not list((pair["out"] / "never").glob("step_*"))
 
 
+@pytest.mark.deep
+@pytest.mark.parametrize("num", [3, 4])
+def test_what_two_processes_save_others_restore(pair, num):
+    want, port = rj.full_params(state_of(make_mesh(1), 2)["params"]), free_port()
+    processes = [start(pair["out"], "some_processes.py", port, r, str(num), num_devices=1) for r in range(num)]
+    try:
+        returned = [process.wait(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert returned == [0] * num, [(pair["out"] / f"log{rank}").read_text()[-2000:] for rank in range(num)]
+    for rank in range(num):
+        with np.load(pair["out"] / f"restored{rank}of{num}.npz") as got:
+            assert got["step"] == 2
+            np.testing.assert_array_equal(got["w"], want["w"])
+            np.testing.assert_array_equal(got["b"], want["b"])
+
+
+def test_two_processes_move_a_state_to_three_of_their_devices(pair):
+    want = rj.full_params(state_of(make_mesh(1), 2)["params"])
+    for rank in range(2):
+        with np.load(pair["out"] / f"moved{rank}.npz") as got:
+            assert got["step"] == 2
+            np.testing.assert_array_equal(got["w"], want["w"])
+            np.testing.assert_array_equal(got["b"], want["b"])
+        refused = pair["results"][rank]["by host"]
+        assert refused["error"] == "NotImplementedError"
+        assert "are on devices of other processes; save it with a `Checkpointer` and restore it" in refused["message"]
+
+
 def test_the_formats_of_others(pair):
     """Both write and read what is theirs; where the first one fails the other does not wait for it."""
     for results in pair["results"]:
@@ -204,4 +241,4 @@ def test_the_message_names_runs_of_processes_and_stays_short():
     assert disagreement([{"w": "1"}] * 3) is None
     long = disagreement([{str(i): "0" for i in range(100)}, {str(i): "1" for i in range(100)}])
     assert long is not None
-    assert long.endswith("and 80 more")
+    assert long.endswith("and 50 more")

@@ -168,6 +168,8 @@ def report(program):
 )
 def test_on_the_devices(source, target, programs):
     tree = random_tree(np.random.default_rng(0))
+    for one_program_more in ("int8", "uint8", "int32"):
+        del tree[one_program_more]
     before, like = sharded(tree, *source), sharded(jax.tree.map(np.zeros_like, tree), *target)
     assert bits(whole(rj.redistribute(before, like))) == bits(tree)
     count, run = _program.compiled.cache_info().misses, len(programs)
@@ -211,6 +213,48 @@ def test_replicas_share_the_work():
         after = rj.redistribute(before, like)
     assert bits(rj.full_params(after)) == bits(tree)
     assert {(a // 4, b // 4) for p in seen for a, b in p.exchange.traffic} == {(0, 0), (1, 1)}
+
+
+def test_tensors_that_other_axes_split(monkeypatch):
+    """Each slice moves as a tensor of its own; into other slices they go by way of the host."""
+    rng, by_host = np.random.default_rng(0), []
+    tree = {n: rng.normal(size=s).astype(np.float32) for n, s in {"up": (64, 102), "odd": (7, 12), "b": (5,)}.items()}
+    layers = {"layers": {"w": rng.normal(size=(2, 12, 4)).astype(np.float32)}}
+    columns, rows = PartitionSpec(None, "tp"), PartitionSpec("tp")
+
+    def shard(tp: int, specs: dict, /, **sizes: int) -> dict:
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=jax.devices()[: tp * sizes["fsdp"]])
+        plan = rj.plan(tree, sizes["fsdp"], axis_sizes=sizes, specs=specs, axis_order="auto", min_slab_nbytes=512)
+        stack = {"*w": PartitionSpec(None, "tp")} if tp > 1 else {}
+        flat = rj.shard_tree(tree, mesh, axis="fsdp", plan=plan, specs=specs)
+        return {
+            "flat": flat,
+            "stack": rj.shard_tree(layers, mesh, axis="fsdp", units="layers", stacked="layers", specs=stack),
+        }
+
+    alike = {"up": columns, "odd": columns}
+    states = [
+        shard(2, alike, fsdp=3, tp=2),
+        shard(2, alike, tp=2, fsdp=4),
+        shard(4, {"up": rows, "odd": columns}, fsdp=2, tp=4),
+        shard(1, {}, fsdp=5),
+    ]
+    real = _redistribute.array_by_host
+    monkeypatch.setattr(_redistribute, "array_by_host", lambda *args: by_host.append(args[0].name) or real(*args))
+    monkeypatch.setattr(_redistribute, "_run", simulated)
+    want = [*bits(rj.full_params(states[0]["flat"])), *bits(rj.full_params(states[0]["stack"]))]
+    for a, before in enumerate(states):
+        for b, like in enumerate(states):
+            after = rj.redistribute(before, jax.tree.map(jnp.zeros_like, like))
+            assert [*bits(rj.full_params(after["flat"])), *bits(rj.full_params(after["stack"]))] == want
+            assert [x.sharding for x in jax.tree.leaves(after)] == [x.sharding for x in jax.tree.leaves(like)]
+            assert bool(by_host) == ({a, b} > {2} or {a, b} > {3})
+            by_host.clear()
+    monkeypatch.undo()
+    up = {"up": tree["up"]}
+    meshes = [jax.make_mesh((n, 2), ("fsdp", "tp"), devices=jax.devices()[: 2 * n]) for n in (3, 4)]
+    before, like = (rj.shard_tree(up, mesh, axis="fsdp", specs={"up": columns}) for mesh in meshes)
+    assert bits(rj.full_params(rj.redistribute(before, like))) == bits(up)
 
 
 def test_donated_arrays_are_freed_as_they_are_used(monkeypatch):
@@ -340,7 +384,7 @@ def test_a_layout_of_a_tree():
         rj.redistribute({"w": jnp.ones(3)}, layout)
 
 
-def test_what_does_not_fit_is_named_at_once():
+def test_what_does_not_fit_is_named_at_once(tmp_path):
     state = {"a": jnp.ones((2, 3)), "b": jnp.ones(3), "d": jnp.ones(2), "n": 1}
     like = {"a": jnp.ones((3, 2)), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(4), "n": 2}
     with pytest.raises(ValueError, match="cannot become") as caught:
@@ -359,5 +403,9 @@ def test_what_does_not_fit_is_named_at_once():
     whole_first = rj.optim.with_tensors(optax.scale_by_adam())
     with pytest.raises(ValueError, match="`with_tensors` is its owners'"):
         rj.redistribute(optimizer(whole_first, params, 2), optimizer(whole_first, params, 4))
+    with rj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, optimizer(whole_first, params, 2))
+        with pytest.raises(rj.CheckpointError, match=r"(?s)owners', and nothing takes it to others.*call `tx.init`"):
+            checkpointer.restore(optimizer(whole_first, params, 4))
     with pytest.raises(TypeError, match="under jit"):
         jax.jit(lambda x: rj.redistribute(x, x))(jnp.ones(3))

@@ -23,7 +23,7 @@ def failing(run) -> dict:
     start = time.perf_counter()
     try:
         run()
-    except (ValueError, TimeoutError) as error:
+    except (ValueError, TimeoutError, NotImplementedError) as error:
         return {"error": type(error).__name__, "message": str(error), "seconds": time.perf_counter() - start}
     return {"error": None}
 
@@ -97,16 +97,38 @@ def checkpointing(mesh) -> None:
         OUT / f"restored{RANK}.npz", **rj.full_params(other["params"]), **{"2w": rj.full_params(back["params"])["w"]}
     )
     odd = {**like, "extra": 1} if RANK else like
+
+    def saving(state, metadata=None, **options) -> dict:
+        def save() -> None:
+            with rj.Checkpointer(OUT / "never", **options) as checkpointer:
+                checkpointer.save(1, state, metadata)
+
+        return failing(save)
+
     for background in (False, True):
-
-        def saving(background=background) -> None:
-            with rj.Checkpointer(OUT / "never", background=background) as checkpointer:
-                checkpointer.save(1, odd)
-
-        RESULTS["disagreeing"][f"saving, background={background}"] = failing(saving)
+        RESULTS["disagreeing"] |= {
+            f"saving, background={background}": saving(odd, background=background),
+            f"saving a text, background={background}": saving(
+                {**like, "text": "?"} if RANK else like, background=background
+            ),
+            f"saving no JSON, background={background}": saving(
+                like, {"of": {1} if RANK else 1}, background=background
+            ),
+        }
     RESULTS["disagreeing"]["restoring"] = failing(lambda: rj.Checkpointer(OUT / "of_two").restore(odd))
     damaged = OUT / "of_one" if RANK == 0 else OUT / "damaged"  # what one process reads is not what was written
     RESULTS["disagreeing"]["damaged"] = failing(lambda: rj.Checkpointer(damaged).restore(like, step=1))
+
+
+def moving(mesh) -> None:
+    """To three of the four devices without the host; what would need the host is refused by both."""
+    three = jax.make_mesh((3,), ("fsdp",), devices=jax.devices()[:3])
+    after = rj.redistribute(state_of(mesh, 2), state_of(three, 0))
+    np.savez(OUT / f"moved{RANK}.npz", **rj.full_params(after["params"]), step=after["step"])
+    split = jax.make_mesh((2, 2), ("fsdp", "tp"))
+    tree = rj.shard_tree({"w": np.ones((4, 4))}, split, axis="fsdp", specs={"w": PartitionSpec(None, "tp")})
+    like = rj.shard_tree({"w": np.ones((4, 4))}, mesh, axis="fsdp")
+    RESULTS["by host"] = failing(lambda: rj.redistribute(tree, like))
 
 
 def exchange(mesh) -> dict:
@@ -133,6 +155,7 @@ def main() -> None:
     RESULTS["disagreeing"] = disagreeing(mesh)
     training(mesh)
     checkpointing(mesh)
+    moving(mesh)
     RESULTS["exchange"] = exchange(mesh)
     # Rank 1 takes another path through the program for a while.
     if RANK == 0:

@@ -1,6 +1,6 @@
 """`Checkpointer`: saves a torch training state while the training goes on, and restores it on any number of ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from ragged_jax.checkpoint import (
     Checkpoint,
     Part,
     Run,
-    as_json,
+    TensorEntry,
     check_wanted,
     in_threads,
 )
+from ragged_jax.layout import Layout
 
 from ._dtypes import torch_dtype
 from ._item import Item
@@ -84,25 +85,12 @@ class Checkpointer(BaseCheckpointer):
         dist.broadcast_object_list(said, src=0)
         return said[0]
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
-        """Saves a state. It may be changed as soon as this returns.
-
-        Args:
-          step: higher than that of every checkpoint in the directory.
-          state: it.
-          metadata: anything that JSON holds, such as the position in the data. The first rank's is saved.
-
-        Raises:
-          TypeError: what a checkpoint cannot hold; all of it named.
-          OSError, ValueError: what went wrong when the save before this one was written in the background.
-        """
-        self.wait()
-        metadata = as_json(metadata)
+    def _contents(self, state: Any) -> tuple[Mapping[str, TensorEntry], Iterable[Part], Mapping[str, Layout]]:
         found = State(state, self._state_names)
         parts = _parts([item for item in found.items if item.mine], copy=self._background)
-        self._save(step, {item.name: item.entry for item in found.items}, parts, found.layouts, metadata)
+        return {item.name: item.entry for item in found.items}, parts, found.layouts
 
-    def restore(self, state: Any, step: int | None = None, *, cast: bool = False) -> Any:
+    def restore(self, state: Any, step: int | None = None, *, cast: bool = False, fewer_layers: bool = False) -> Any:
         """Fills a state from a checkpoint, in place.
 
         Args:
@@ -110,6 +98,8 @@ class Checkpointer(BaseCheckpointer):
             generators are written to; their values do not matter. Optimizers get their state as if they had run.
           step: which checkpoint; by default the latest.
           cast: whether tensors that were saved with another dtype are converted; otherwise they are an error.
+          fewer_layers: whether the state may lack some of the layers of a list or a stack that was saved: it gets
+            those of the same numbers. Otherwise they are an error.
 
         Returns:
           The state, with the numbers that were saved.
@@ -119,12 +109,14 @@ class Checkpointer(BaseCheckpointer):
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
         """
         with self.open(step) as checkpoint:
-            return restored(checkpoint, State(state, self._state_names, checkpoint), cast=cast)
+            found = State(state, self._state_names, checkpoint)
+            return restored(checkpoint, found, cast=cast, fewer_layers=fewer_layers)
 
 
-def restored(checkpoint: Checkpoint, found: State, *, cast: bool) -> Any:
+def restored(checkpoint: Checkpoint, found: State, *, cast: bool, fewer_layers: bool = False) -> Any:
     """A state, filled from an open checkpoint of any kind; see `Checkpointer.restore`."""
-    check_wanted(checkpoint, {item.name: item.entry for item in found.items}, cast)
+    wanted = {item.name: item.entry for item in found.items}
+    check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
     groups: dict[str, list[Item]] = {}
     for item in found.items:
         groups.setdefault(item.group, []).append(item)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements
+from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed
 from ragged_jax.planner import Plan
 from ragged_jax.planner import plan as make_plan
 
@@ -145,7 +145,7 @@ def _layout(
                 inside = f"in unit {group.name!r}, and" if name in names else f"outside of unit {group.name!r}, but"
                 faults.append(f"{name}: the model has it {inside} the plan in bucket {homes[name].name!r}")
     if faults:
-        raise ValueError("the plan does not fit:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise ValueError("the plan does not fit:" + listed(faults))
     return layout, buckets
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_jax.checkpoint import Checkpoint, join
-from ragged_jax.layout import Layout, Placement, TensorSpec
+from ragged_jax.layout import Layout, Placement, TensorSpec, listed, named
 
 from ._dtypes import dtype_name, torch_dtype
 from ._fully_shard import runtime_of
@@ -62,11 +62,11 @@ class State:
         if self._bad:
             raise TypeError(
                 "a checkpoint holds fully sharded modules, their optimizers, tensors, generators and numbers; give "
-                "the rest as `metadata`:\n  " + "\n  ".join(self._bad)
+                "the rest as `metadata`:" + listed(self._bad)
             )
         names = Counter(item.name for item in self.items)
         if checkpoint is None and (twice := [name for name, count in names.items() if count > 1]):
-            raise ValueError(f"two tensors of the state have the same name: {', '.join(twice)}")
+            raise ValueError(f"two tensors of the state have the same name: {named(twice)}")
 
     def _take(self, name: str, node: Any) -> Build:
         if isinstance(node, Mapping):
@@ -87,7 +87,7 @@ class State:
         runtime = runtime_of(module)
         for unit in runtime.units:
             if unit.missing and self._checkpoint is None:
-                raise ValueError(f"{name}: no values to save yet: {', '.join(sorted(unit.missing))}")
+                raise ValueError(f"{name}: no values to save yet: {named(sorted(unit.missing))}")
             for slot in unit.slots:
                 self._add(name, slot, slot.shard.data, unit, runtime.layout)
         buffers = {path.replace(".", "/"): x for path, x in module.state_dict(keep_vars=True).items()}

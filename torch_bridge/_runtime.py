@@ -7,7 +7,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from ragged_jax.layout import Layout
+from ragged_jax.layout import Layout, named
 
 from ._unit import Unit
 
@@ -77,7 +77,7 @@ class Runtime:
     def _check_buffers(self) -> None:
         if self.missing_buffers:
             raise RuntimeError(
-                f"these buffers were made on `meta` and have no values yet: {', '.join(sorted(self.missing_buffers))}"
+                f"these buffers were made on `meta` and have no values yet: {named(sorted(self.missing_buffers))}"
                 ". Call `init_parameters`; checkpoints hold those that are persistent"
             )
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import Bucket
+from ragged_jax.layout import Bucket, named
 
 from ._collectives import Work, start_gather
 from ._memory import Memory, allocate
@@ -121,7 +121,7 @@ class Unit:
         """Raises RuntimeError when parameters have no values yet."""
         if self.missing:
             raise RuntimeError(
-                f"these parameters were made on `meta` and have no values yet: {', '.join(sorted(self.missing))}. "
+                f"these parameters were made on `meta` and have no values yet: {named(sorted(self.missing))}. "
                 "Restore a checkpoint, or call `init_parameters`"
             )
 

@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from ..fsdp import Subtree, parse
+from ..layout import listed
 from ._linen_lift import params_of
 from ._match import ModuleUnits, matches
 
@@ -71,12 +72,12 @@ def find(init: Callable, values: Sequence[Any], units: ModuleUnits, stacked: Mod
     stacks = {path for path in chosen if _is_stack(path, called[path][1], whole[path])}
     if stacked is not None:
         said = {path for path in chosen if matches(stacked, path, called[path][0])}
-        faults = [f"  {path}: stacked, but not said to be" for path in sorted(stacks - said)]
-        faults += [f"  {path}: a single layer, {_listing(whole[path])}" for path in sorted(said - stacks)]
+        faults = [f"{path}: stacked, but not said to be" for path in sorted(stacks - said)]
+        faults += [f"{path}: a single layer, {_listing(whole[path])}" for path in sorted(said - stacks)]
         if faults or not said:
             raise ValueError(
-                f"stacked={stacked!r} does not agree with how the units {', '.join(sorted(chosen))} are called:\n"
-                + "\n".join(faults)
+                f"stacked={stacked!r} does not agree with how the units {', '.join(sorted(chosen))} are called:"
+                + listed(faults)
                 + "\nLeave `stacked=` out: for Linen it is found out."
             )
     return Found(frozenset(chosen), frozenset(stacks)), result

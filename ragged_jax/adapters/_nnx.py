@@ -24,7 +24,7 @@ from ..fsdp import (
     units_of,
 )
 from ..fsdp import _check as check
-from ..layout import BlockRule, Slab
+from ..layout import BlockRule, Slab, listed
 from ..planner import Group
 from ._match import ModuleUnits
 from ._nnx_find import Owned, Path, find, get_path, join
@@ -136,11 +136,11 @@ def _chosen(model: Any, sharded: type, wrt: Any) -> Callable[[Path, Any], bool]:
                 votes[bool(predicate((*path, *place), variable))].append(tensor.name)
             verdicts[_slab_path(path, info, slab)] = bool(votes[True])
             if votes[True] and votes[False]:
-                torn.append(f"  {', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
+                torn.append(f"{', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
     if torn:
         raise ValueError(
-            "a filter cannot choose a part of a packed slab; these tensors share one:\n"
-            + "\n".join(torn)
+            "a filter cannot choose a part of a packed slab; these tensors share one:"
+            + listed(torn)
             + "\nChoose all of them, or keep them apart when they are sharded: `fully_shard(..., label=...)`."
         )
     return lambda path, leaf: isinstance(leaf, sharded) and verdicts.get(path, predicate(path, leaf))

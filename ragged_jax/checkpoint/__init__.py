@@ -9,12 +9,10 @@ from .._on_use import on_use
 
 if TYPE_CHECKING:
     from ._base import BaseCheckpointer as BaseCheckpointer
-    from ._base import as_json as as_json
     from ._base import check_wanted as check_wanted
     from ._batch import Batch as Batch
+    from ._bytes import numpy_dtype as numpy_dtype
     from ._checkpoint import Checkpoint as Checkpoint
-    from ._checkpoint import find_sources as find_sources
-    from ._checkpoint import numpy_dtype as numpy_dtype
     from ._checkpoint import read_tensor as read_tensor
     from ._copy import copy_checkpoint as copy_checkpoint
     from ._directory import CheckpointDirectory as CheckpointDirectory
@@ -35,14 +33,16 @@ if TYPE_CHECKING:
     from ._shards import read_shard as read_shard
     from ._shards import shard_parts as shard_parts
     from ._shards import slab_tensors as slab_tensors
+    from ._sources import find_sources as find_sources
     from ._threads import in_threads as in_threads
     from ._views import Renamed as Renamed
     from ._write import Part as Part
 
 _HOME = {
     "_batch": ("Batch",),
-    "_base": ("BaseCheckpointer", "as_json", "check_wanted"),
-    "_checkpoint": ("Checkpoint", "find_sources", "numpy_dtype", "read_tensor"),
+    "_base": ("BaseCheckpointer", "check_wanted"),
+    "_bytes": ("numpy_dtype",),
+    "_checkpoint": ("Checkpoint", "read_tensor"),
     "_copy": ("copy_checkpoint",),
     "_directory": ("CheckpointDirectory",),
     "_huggingface": ("HuggingFaceFolder", "open_huggingface", "write_huggingface"),
@@ -51,6 +51,7 @@ _HOME = {
     "_runs": ("Run", "runs_of"),
     "_safetensors": ("ALIGNMENT",),
     "_shards": ("fill_shard", "join", "layer_name", "read_shard", "shard_parts", "slab_tensors"),
+    "_sources": ("find_sources",),
     "_threads": ("in_threads",),
     "_views": ("Renamed",),
     "_write": ("Part",),

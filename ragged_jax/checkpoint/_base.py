@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Layout
+from ..layout import Layout, listed
 from ._checkpoint import Checkpoint
 from ._directory import CheckpointDirectory
 from ._manifest import CheckpointError, TensorEntry
+from ._saving import Saving
+from ._sources import left_out
 from ._write import Part
 
 
@@ -58,28 +60,35 @@ class BaseCheckpointer(ABC):
     def _from_first(self, value: np.ndarray) -> np.ndarray:
         """What the first rank says, on all of them: an array of int32."""
 
-    def _save(
-        self,
-        step: int,
-        tensors: Mapping[str, TensorEntry],
-        parts: Iterable[Part],
-        layouts: Mapping[str, Layout],
-        metadata: Mapping[str, Any] | None,
-    ) -> None:
-        """Writes a checkpoint, in the background if that is wanted; the save before has ended."""
+    @abstractmethod
+    def _contents(self, state: Any) -> tuple[Mapping[str, TensorEntry], Iterable[Part], Mapping[str, Layout]]:
+        """Of a state: its tensors, the parts that this rank holds, and its layouts by prefix."""
+
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
+        """Saves a state. It may be changed or donated as soon as this returns.
+
+        Args:
+          step: higher than that of every checkpoint in the directory.
+          state: as the class says.
+          metadata: anything that JSON holds, such as the position in the data. Of several ranks, the first's.
+
+        Raises:
+          TypeError: what a checkpoint cannot hold, all of it named; or metadata that are not JSON.
+          OSError, ValueError: what went wrong when the save before this one was written in the background.
+          CheckpointError: one of several ranks failed; the same on all. In the background, the others hear of it by
+            their next call.
+        """
         self._num_saves += 1
-        arguments = {
-            "layouts": layouts,
-            "metadata": metadata if self._rank == 0 else None,
-            "rank": self._rank,
-            "num_ranks": self._num_ranks,
-            "run": f"{self._run}-{self._num_saves}",
-            "keep": self._keep,
-            "timeout": self._timeout,
-        }
+        run, rank, num_ranks = f"{self._run}-{self._num_saves}", self._rank, self._num_ranks
+        with Saving(self.directory.path, step, rank, num_ranks, run, self._timeout).together():
+            self.wait()
+            step, metadata = int(step), _as_json(metadata)
+            tensors, parts, layouts = self._contents(state)
+        options: dict[str, Any] = {"layouts": layouts, "metadata": None if rank else metadata, "keep": self._keep}
+        options |= {"rank": rank, "num_ranks": num_ranks, "run": run, "timeout": self._timeout}
 
         def write() -> None:
-            self.directory.save(int(step), tensors, parts, **arguments)
+            self.directory.save(step, tensors, parts, **options)
 
         if self._background:
             self._thread = threading.Thread(target=_noting(write, self._errors), name=f"checkpoint of step {step}")
@@ -137,7 +146,7 @@ class BaseCheckpointer(ABC):
             warnings.warn(f"a checkpoint was not saved: {failure}", UserWarning, stacklevel=2)
 
 
-def as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Metadata as they are now, whatever becomes of the mapping.
 
     Raises:
@@ -146,23 +155,34 @@ def as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return json.loads(json.dumps(metadata, allow_nan=False))
 
 
-def check_wanted(checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry], cast: bool) -> None:
-    """Raises CheckpointError when a checkpoint does not hold what a state wants; every difference is listed."""
-    faults = []
+def check_wanted(
+    checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry], *, cast: bool, fewer_layers: bool = False
+) -> None:
+    """Raises CheckpointError when a checkpoint does not hold what a state wants; every difference is listed.
+
+    Args:
+      checkpoint: of any kind.
+      tensors: what the state wants, by name.
+      cast: whether another dtype is no fault.
+      fewer_layers: whether it is none that layers were saved which the state lacks.
+    """
+    faults, taken = [], []
     for name, want in tensors.items():
         try:
             sources = checkpoint.sources(name, want.shape)
         except CheckpointError as error:
             faults.append(str(error).removeprefix(f"{checkpoint.path} has "))
             continue
+        taken += sources
         saved = checkpoint.entry(sources[0].name)
         if saved.dtype != want.dtype and not cast:
             faults.append(f"{name}: saved as {saved.dtype}, wanted as {want.dtype}; `cast=True` would convert it")
         if saved.attributes != want.attributes:
             faults.append(f"{name}: saved with {saved.attributes}, wanted with {want.attributes}")
+    if not fewer_layers:
+        faults += (f"{fault}; `fewer_layers=True` leaves them out" for fault in left_out(checkpoint.tensors, taken))
     if faults:
-        more = [f"and {len(faults) - 50} more"] if len(faults) > 50 else []
-        raise CheckpointError(f"{checkpoint.path} is not of this state:\n  " + "\n  ".join([*faults[:50], *more]))
+        raise CheckpointError(f"{checkpoint.path} is not of this state:" + listed(faults))
 
 
 def _noting(write: Callable[[], None], errors: list[BaseException]) -> Callable[[], None]:

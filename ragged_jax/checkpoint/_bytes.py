@@ -1,10 +1,11 @@
-"""Bytes: their checksums, and views of them."""
+"""Bytes: their checksums, views of them, and the dtypes of what they hold."""
 
 import zlib
 from typing import Any
 
 import numpy as np
 
+from ..layout import itemsize
 from ._lazy import Lazy
 
 try:
@@ -33,3 +34,23 @@ def advance(views: list[memoryview], nbytes: int) -> None:
         nbytes -= views.pop(0).nbytes
     if views:
         views[0] = views[0][nbytes:]
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype that layouts call so. Those that numpy lacks come from ml_dtypes.
+
+    Raises:
+      ImportError: ml_dtypes is needed and not installed.
+    """
+    itemsize(name)
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+
+
+def raw_dtype(name: str) -> np.dtype:
+    """A dtype of the same size that numpy knows, as what bytes are moved about."""
+    return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}[itemsize(name)])

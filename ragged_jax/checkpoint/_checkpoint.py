@@ -1,73 +1,33 @@
 """`Checkpoint`: a saved state, read tensor by tensor and range by range, without any framework."""
 
-import math
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from ..layout import Layout, LayoutError, Placement, TensorSpec, itemsize, row_major_index, stored_index
+from ..layout import (
+    Layout,
+    LayoutError,
+    Placement,
+    TensorSpec,
+    itemsize,
+    listed,
+    named,
+)
 from ._batch import Batch
-from ._bytes import bytes_of
+from ._bytes import bytes_of, numpy_dtype, raw_dtype
 from ._files import Damage, Files, Want
 from ._manifest import CheckpointError, FileEntry, Manifest, Region, TensorEntry, numel_of
+from ._order import Picking, same_order, windows
 from ._runs import Run, meet, runs_of
+from ._sources import Source, find_sources, shape_of
 
 MANIFEST = "manifest.json"
 _MAX_MANIFEST_NBYTES = 4 << 30
-_WINDOW = 1 << 18  # elements that are put into another order at a time
-
-
-class Source(NamedTuple):
-    """Where elements of a wanted tensor come from: `numel` of them, in row-major order.
-
-    Usually a whole tensor of the same name. A stack of layers may come from tensors of one layer each, and a layer
-    from a stack.
-    """
-
-    name: str
-    wanted: int
-    held: int
-    numel: int
-
-
-def find_sources(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
-    """Where a tensor's elements come from among others; nothing if it is not there, or in another shape.
-
-    Args:
-      tensors: by name, those there are.
-      name, shape: of the tensor. A stack `P/rest` of layers may be there as `P/0/rest`, `P/1/rest` and so on, and a
-        layer as part of such a stack.
-    """
-    if name in tensors:
-        return [Source(name, 0, 0, math.prod(shape))] if tensors[name].shape == tuple(shape) else []
-    return _from_layers(tensors, name, shape) or _from_stack(tensors, name, shape)
-
-
-def _from_layers(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
-    if not shape or not shape[0]:
-        return []
-    steps, numel = name.split("/"), math.prod(shape[1:])
-    for at in range(len(steps), -1, -1):
-        names = ["/".join((*steps[:at], str(layer), *steps[at:])) for layer in range(shape[0])]
-        if all(n in tensors and tensors[n].shape == tuple(shape[1:]) for n in names):
-            return [Source(n, layer * numel, 0, numel) for layer, n in enumerate(names)]
-    return []
-
-
-def _from_stack(tensors: Mapping[str, TensorEntry], name: str, shape: tuple[int, ...]) -> list[Source]:
-    steps, numel = name.split("/"), math.prod(shape)
-    for at in (at for at, step in enumerate(steps) if step.isdecimal()):
-        stack, layer = "/".join((*steps[:at], *steps[at + 1 :])), int(steps[at])
-        saved = tensors[stack].shape if stack in tensors else ()
-        if saved[1:] == tuple(shape) and saved and layer < saved[0]:
-            return [Source(stack, 0, layer * numel, numel)]
-    return []
 
 
 class Checkpoint:
@@ -105,7 +65,7 @@ class Checkpoint:
         faults = [fault for file in self.manifest.files if (fault := self._size_fault(file))]
         faults += self.manifest.incomplete()
         if faults:
-            raise CheckpointError(f"{self.path} is damaged:\n" + "\n".join(f"  {fault}" for fault in faults))
+            raise CheckpointError(f"{self.path} is damaged:" + listed(faults))
 
     def _size_fault(self, file: FileEntry) -> str:
         fault = self._files.size_fault(file)
@@ -191,7 +151,7 @@ class Checkpoint:
           CheckpointError: there is no such tensor, nor layers or a stack that it is made of, or it has another shape.
         """
         if not (found := find_sources(self.tensors, name, shape)):
-            saved = self.entry(name).shape
+            saved = shape_of(self.tensors, name) or self.entry(name).shape
             raise CheckpointError(f"{name}: saved with shape {saved}, wanted with {tuple(shape)}")
         return found
 
@@ -213,12 +173,12 @@ class Checkpoint:
             return
         for source in self.sources(name, placement.tensor.shape):
             entry = self.entry(source.name)
-            held, raw = self._held(entry), out.view(_raw(entry.dtype))
-            ordered = _same_order(entry, placement)
+            held, raw = self._held(entry), out.view(raw_dtype(entry.dtype))
+            ordered = same_order(entry, placement)
             if ordered and (source.numel == placement.tensor.numel == entry.numel or entry.row_major):
                 self._copy(source, held, wanted, raw, batch)
             else:
-                self._scatter(source, entry, held, sorted(wanted), raw, placement)
+                self._scatter(source, entry, held, wanted, raw, placement)
 
     def read_part(
         self,
@@ -277,30 +237,21 @@ class Checkpoint:
                 batch.add(file, Want(offset + at * size, target, source.name))
 
     def _scatter(
-        self, source: Source, entry: TensorEntry, held: list, wanted: list[Run], raw: np.ndarray, placement: Placement
+        self, source: Source, entry: TensorEntry, held: list, wanted: Sequence[Run], raw: np.ndarray, to: Placement
     ) -> None:
         """Where the orders differ: the tensor passes by window by window, and what is wanted of it is picked out."""
         if not wanted:
             return
-        first, at, numel = (np.array(column, np.int64) for column in zip(*wanted, strict=True))
-        there, size = entry.placement(), raw.dtype.itemsize
+        size, picking = raw.dtype.itemsize, Picking(source, entry.placement(), to, wanted)
         for file, offset, runs in held:
-            for run in runs:
-                head = -(offset + run.at * size) % self.manifest.chunk_nbytes // size  # no chunk is in two windows
-                for start, stop in pairwise([*range(head and head - _WINDOW, run.numel, _WINDOW), run.numel]):
-                    start = max(0, start)
-                    stored = np.arange(run.first + start, run.first + stop)
-                    index = row_major_index(there, stored) - source.held
-                    inside = (index >= 0) & (index < source.numel)
-                    index[inside] = stored_index(placement, index[inside] + source.wanted)
-                    which = np.searchsorted(first, index, "right") - 1
-                    inside &= (which >= 0) & (index < first[which] + numel[which])
-                    if not inside.any():
-                        continue
-                    window = np.empty(len(stored), raw.dtype)
-                    self._read(file, [Want(offset + (run.at + start) * size, bytes_of(window), source.name)])
-                    chosen = which[inside]
-                    raw[at[chosen] + index[inside] - first[chosen]] = window[inside]
+            for first, at, numel in runs:
+                base = offset + at * size
+                for start, stop in windows(base, numel, size, self.manifest.chunk_nbytes):
+                    inside, places = picking.places(first + start, first + stop)
+                    if inside.any():
+                        window = np.empty(stop - start, raw.dtype)
+                        self._read(file, [Want(base + start * size, bytes_of(window), source.name)])
+                        raw[places] = window[inside]
 
     def _read(self, file: FileEntry, wants: Sequence[Want]) -> None:
         try:
@@ -324,7 +275,7 @@ class Checkpoint:
                     high = -(-(min(stop - piece.offset, nbytes)) // size)
                     base = piece.region[0][0] if len(piece.region) == 1 else 0
                     found.append(f"{name}[{base + low}:{base + high}]")
-        return ", ".join(found[:20]) + (f" and {len(found) - 20} more" if len(found) > 20 else "")
+        return named(found)
 
     def verify(self) -> list[str]:
         """Reads every byte. Returns what is wrong, by file, tensor and range; empty for a sound checkpoint."""
@@ -376,36 +327,6 @@ def _read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path}: {error.strerror or error}; {hint}") from None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from None
-
-
-def _same_order(entry: TensorEntry, placement: Placement) -> bool:
-    if placement.storage == "tiled":
-        height, width = placement.tensor.block.size
-        rows, cols = placement.tensor.shape[-2:]
-        return entry.tile == (min(height, rows), min(width, cols))
-    order = placement.axis_order
-    identity = order is None or order == tuple(range(len(order)))
-    return entry.tile is None and (entry.axis_order == order or (identity and entry.axis_order is None))
-
-
-def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype that layouts call so. Those that numpy lacks come from ml_dtypes.
-
-    Raises:
-      ImportError: ml_dtypes is needed and not installed.
-    """
-    itemsize(name)
-    try:
-        return np.dtype(name)
-    except TypeError:
-        import ml_dtypes
-
-        return np.dtype(getattr(ml_dtypes, name))
-
-
-def _raw(dtype: str) -> np.dtype:
-    """A dtype of the same size that numpy knows, as what bytes are moved about."""
-    return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "V16"}[itemsize(dtype)])
 
 
 def read_tensor(path: str | Path, name: str) -> np.ndarray:

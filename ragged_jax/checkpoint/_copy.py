@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from ..layout import Placement, TensorSpec, itemsize
-from ._checkpoint import Checkpoint, numpy_dtype
+from ._bytes import numpy_dtype
+from ._checkpoint import Checkpoint
 from ._directory import CheckpointDirectory
 from ._lazy import Lazy
 from ._manifest import TensorEntry

@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..layout import SAFETENSORS_DTYPES, itemsize
+from ..layout import SAFETENSORS_DTYPES, itemsize, listed
 from ._manifest import CheckpointError
 
 _MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
@@ -66,11 +66,10 @@ def read_header(path: Path) -> Header:
         try:
             entries[name] = _entry(value, 8 + num_bytes, size)
         except ValueError as error:
-            faults.append(f"  {name!r:.200}: {error}")
+            faults.append(f"{name!r:.200}: {error}")
     faults += _overlaps(entries)
     if faults:
-        more = [f"  and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise CheckpointError("\n".join([f"{path}: its header is not sound:", *faults[:20], *more]))
+        raise CheckpointError(f"{path}: its header is not sound:" + listed(faults))
     return Header(entries, metadata if isinstance(metadata, dict) else {}, size)
 
 
@@ -87,7 +86,7 @@ def _overlaps(entries: dict[str, HeaderEntry]) -> Iterator[str]:
     held = [span for span in held if span[0] < span[1]]
     for (_, end, name), (start, _, other) in pairwise(held):
         if start < end:
-            yield f"  {other!r:.200}: shares bytes with {name!r:.200}"
+            yield f"{other!r:.200}: shares bytes with {name!r:.200}"
 
 
 def _entry(value: Any, start: int, size: int) -> HeaderEntry:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Link, NameMap, itemsize
+from ..layout import Link, NameMap, itemsize, listed
 from ._checkpoint import Checkpoint
 from ._copy import TensorBytes, converted
 from ._headers import Header, read_header
@@ -101,7 +101,7 @@ def _headers(path: Path) -> dict[Path, Header]:
         )
         seen |= dict.fromkeys(header.entries, file)
     if faults:
-        raise CheckpointError(f"{path} is not whole:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise CheckpointError(f"{path} is not whole:" + listed(faults))
     return headers
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layout import Document, Placement, TensorSpec, itemsize, tile
+from ..layout import Document, Placement, TensorSpec, itemsize, listed, named, tile
 from ._safetensors import CHUNK_NBYTES, FILLER
 
 _STRICT = {"extra": "forbid", "strict": True}
@@ -158,7 +158,7 @@ class Manifest:
             raise CheckpointError("damaged: the digest at its end is not that of what it says")
         manifest = MANIFEST_FILE.load(cls, body + b"}")
         if found := list(manifest.faults()):
-            raise CheckpointError("not a sound checkpoint manifest:\n" + "\n".join(f"  {fault}" for fault in found))
+            raise CheckpointError("not a sound checkpoint manifest:" + listed(found))
         return manifest
 
     def faults(self) -> Iterator[str]:
@@ -262,7 +262,7 @@ def _brief(tensor: TensorEntry | None) -> str:
 def check_names(names: Iterable[str]) -> None:
     """Raises ValueError for tensor names that a file could not hold."""
     if bad := [n for n in names if not n or _SURROGATE.search(n) or n == "__metadata__" or n.startswith(FILLER)]:
-        raise ValueError(f"no tensor can be called {', '.join(map(ascii, bad))}: the files use it, or it is no text")
+        raise ValueError(f"no tensor can be called {named(map(ascii, bad))}: the files use it, or it is no text")
 
 
 def _digest(body: bytes) -> str:

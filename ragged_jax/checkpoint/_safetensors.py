@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from ..layout import SAFETENSORS_DTYPES
 from ._bytes import advance, bytes_of, crc32
+from ._room import take_room
 
 ALIGNMENT = 64
 CHUNK_NBYTES = 1 << 18
@@ -106,6 +107,7 @@ def _write(path: Path, stream: Sequence[memoryview]) -> "_Chunks":
     chunks = _Chunks()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
     try:
+        take_room(descriptor, sum(view.nbytes for view in stream))
         for batch in _batches(stream):
             for view in batch:
                 chunks.add(view)

@@ -11,7 +11,8 @@ import numpy as np
 
 from ..layout import Bucket, Buffer, Layout, Placement, Slab, can_be_tiled
 from ._batch import Batch
-from ._checkpoint import Checkpoint, numpy_dtype
+from ._bytes import numpy_dtype
+from ._checkpoint import Checkpoint
 from ._manifest import TensorEntry
 from ._memory import empty
 from ._write import Part

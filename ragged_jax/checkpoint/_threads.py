@@ -10,8 +10,8 @@ K = TypeVar("K")
 R = TypeVar("R")
 
 
-def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
-    """`function` of each key, a few at a time. The first error stops the rest.
+def in_threads(function: Callable[[K], R], keys: Sequence[K], at_once: int = _THREADS) -> dict[K, R]:
+    """`function` of each key, some at a time. The first error stops the rest.
 
     Plain threads: the pools of `concurrent.futures` take no work once the main thread has ended, when a save in the
     background may still be going on.
@@ -31,7 +31,7 @@ def in_threads(function: Callable[[K], R], keys: Sequence[K]) -> dict[K, R]:
             except BaseException as error:
                 errors.append(error)
 
-    threads = [threading.Thread(target=work) for _ in range(min(_THREADS, len(keys)) - 1)]
+    threads = [threading.Thread(target=work) for _ in range(min(at_once, len(keys)) - 1)]
     for thread in threads:
         thread.start()
     work()  # this one, too

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Link, NameMap, Placement, TensorSpec, row_major_index
+from ..layout import Link, NameMap, Placement, TensorSpec, listed, row_major_index
 from ._boxes import fill
-from ._checkpoint import Checkpoint, Source, _raw
+from ._bytes import raw_dtype
+from ._checkpoint import Checkpoint
 from ._manifest import CheckpointError, Manifest, TensorEntry
 from ._runs import Run
 from ._shards import join
+from ._sources import Source
 
 _WINDOW_NBYTES = 4 << 20
 _MAX_LAYERS = 100_000
@@ -58,7 +60,7 @@ class RowMajor(Checkpoint):
         self, name: str, wanted: Sequence[Run], out: np.ndarray, placement: Placement, batch: Any = None
     ) -> None:
         for source in self.sources(name, placement.tensor.shape):
-            raw = out.view(_raw(self.entry(source.name).dtype))
+            raw = out.view(raw_dtype(self.entry(source.name).dtype))
             for run in wanted:
                 self._read_run(source, run, raw, placement)
 
@@ -158,7 +160,7 @@ class Renamed(RowMajor):
             if len(dtypes) > 1:
                 mixed.append(f"{name}: {', '.join(dtypes)}")
         if mixed:
-            raise CheckpointError("tensors to be joined have different dtypes:\n  " + "\n  ".join(mixed))
+            raise CheckpointError("tensors to be joined have different dtypes:" + listed(mixed))
         manifest = Manifest(base.step, 1, (), entries, metadata=base.metadata)
         tied = names.tied(n.removeprefix(prefix and f"{prefix}/") for n in entries)
         super().__init__(base.path, manifest, {join(prefix, a): join(prefix, n) for a, n in tied.items()})

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..layout import Layout, itemsize
+from ..layout import Layout, itemsize, listed
 from ._bytes import bytes_of
 from ._manifest import FileEntry, Manifest, Piece, Region, TensorEntry, check_names, numel_of
 from ._safetensors import Entry, Written, entry_shape, write_bytes, write_safetensors
 from ._threads import in_threads
+
+_AT_ONCE = 16  # files: most of them wait for the disk, which syncs several in the time of one
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,12 @@ class Part:
 
 
 def write_parts(
-    folder: Path, declared: Manifest, parts: Iterable[Part], layouts: Mapping[str, Layout], rank: int
+    folder: Path,
+    declared: Manifest,
+    parts: Iterable[Part],
+    layouts: Mapping[str, Layout],
+    rank: int,
+    before_each: Callable[[], None] = lambda: None,
 ) -> Manifest:
     """Writes the files of one rank, one for each group.
 
@@ -43,6 +50,7 @@ def write_parts(
       parts: what this rank holds.
       layouts: by prefix of tensor names. Rank 0 writes them.
       rank: of the writer.
+      before_each: called before each file; what it raises ends the writing.
 
     Returns:
       This rank's part of the manifest.
@@ -69,7 +77,12 @@ def write_parts(
         name = f"layout-{at}.json" if at else "layout.json"
         jobs[name] = lambda name=name, layout=layout: write_bytes(folder / name, layout.to_json().encode())
         layout_files |= {prefix: name for prefix, of in layouts.items() if of == layout}
-    done = in_threads(lambda name: jobs[name](), list(jobs))
+
+    def written(name: str) -> Written:
+        before_each()
+        return jobs[name]()
+
+    done = in_threads(written, list(jobs), _AT_ONCE)
     files = [FileEntry(name, written.nbytes, written.crc32) for name, written in done.items()]
     pieces: dict[str, list[Piece]] = defaultdict(list)
     for number, group in enumerate(groups):
@@ -84,14 +97,14 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
     wrong = []
     for part in parts:
         if (tensor := tensors.get(part.tensor)) is None:
-            wrong.append(f"  {part.tensor}: not declared")
+            wrong.append(f"{part.tensor}: not declared")
             continue
         nbytes, given = numel_of(part.region) * itemsize(tensor.dtype), bytes_of(part.data).nbytes
         if nbytes != given:
-            wrong.append(f"  {part.tensor}: {part.region} of {tensor.dtype} are {nbytes} bytes, given {given}")
-    wrong += (f"  {name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
+            wrong.append(f"{part.tensor}: {part.region} of {tensor.dtype} are {nbytes} bytes, given {given}")
+    wrong += (f"{name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
     if wrong:
-        raise ValueError("these tensors cannot be saved:\n" + "\n".join(wrong))
+        raise ValueError("these tensors cannot be saved:" + listed(wrong))
 
 
 class _Joined(NamedTuple):

@@ -1,6 +1,6 @@
 """`Checkpointer`: saves a JAX training state while the training goes on, and restores it on other devices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -8,9 +8,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..checkpoint import BaseCheckpointer, Checkpoint, as_json, check_wanted, in_threads
+from ..checkpoint import BaseCheckpointer, Checkpoint, CheckpointError, Part, TensorEntry, check_wanted, in_threads
 from ..fsdp import check_same_on_all_processes
 from ..fsdp._check import has_values
+from ..layout import Layout
+from ._matched import owners_hint
 from ._state import items_of, layouts_of
 from ._transfer import parts_of, restored
 
@@ -57,27 +59,13 @@ class Checkpointer(BaseCheckpointer):
     def _from_first(self, value: np.ndarray) -> np.ndarray:
         return from_first(value)
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any] | None = None) -> None:
-        """Saves a state. It may be changed or donated as soon as this returns.
-
-        Args:
-          step: higher than that of every checkpoint in the directory.
-          state: the pytree.
-          metadata: anything that JSON holds, such as the position in the data. Of several processes, the first's.
-
-        Raises:
-          TypeError: leaves that are neither arrays nor numbers, or metadata that is not JSON.
-          OSError, ValueError: what went wrong when the save before this one was written in the background.
-        """
-        self.wait()
-        metadata = as_json(metadata)
+    def _contents(self, state: Any) -> tuple[Mapping[str, TensorEntry], Iterable[Part], Mapping[str, Layout]]:
         items, _ = items_of(state)
         has_values(item.leaf for item in items)
         tensors = {n: t for item in items for n, t in item.tensors().items()}
-        parts = list(parts_of(items, self._rank, copy=self._background))
-        self._save(step, tensors, parts, layouts_of(items), metadata)
+        return tensors, list(parts_of(items, self._rank, copy=self._background)), layouts_of(items)
 
-    def restore(self, like: T, step: int | None = None, *, cast: bool = False) -> T:
+    def restore(self, like: T, step: int | None = None, *, cast: bool = False, fewer_layers: bool = False) -> T:
         """A state from a checkpoint.
 
         Args:
@@ -86,6 +74,8 @@ class Checkpointer(BaseCheckpointer):
             was saved will do.
           step: which checkpoint; by default the latest.
           cast: whether tensors that were saved with another dtype are converted; otherwise they are an error.
+          fewer_layers: whether `like` may lack some of the layers of a list or a stack that was saved: it gets those
+            of the same numbers. Otherwise they are an error.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not of this step.
@@ -93,10 +83,12 @@ class Checkpointer(BaseCheckpointer):
           ValueError: of several processes, one wants another state or could not read its part; the same on all.
         """
         with self.open(step) as checkpoint:
-            return restore_from(checkpoint, like, cast=cast, timeout=self._timeout)
+            return restore_from(checkpoint, like, cast=cast, fewer_layers=fewer_layers, timeout=self._timeout)
 
 
-def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False, timeout: float = 600.0) -> T:
+def restore_from(
+    checkpoint: Checkpoint, like: T, *, cast: bool = False, fewer_layers: bool = False, timeout: float = 600.0
+) -> T:
     """A state from an open checkpoint of any kind; see `Checkpointer.restore`.
 
     What the processes want is compared before anything is read, and no process goes on when another one has failed.
@@ -106,7 +98,10 @@ def restore_from(checkpoint: Checkpoint, like: T, *, cast: bool = False, timeout
     same = partial(check_same_on_all_processes, what="the states to restore", timeout_s=timeout)
     same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
     try:
-        check_wanted(checkpoint, wanted, cast)
+        try:
+            check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
         slabs = [at for at, item in enumerate(items) if item.held is not None]
         done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
         rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known

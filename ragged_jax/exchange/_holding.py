@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..checkpoint import Region, TensorEntry, layer_name, slab_tensors
 from ..checkpoint import join as join_names
-from ..fsdp import SlabOf, not_split
+from ..fsdp import SlabOf
 from ..layout import Layout, Placement, Segment, TensorSpec, boxes, segments
 
 Index = tuple[slice, ...]
@@ -40,7 +40,10 @@ class Holding(Protocol):
         ...
 
     def segments(self, index: Index) -> tuple[Segment, ...]:
-        """What one part of the array, given by its index, holds: ranges of stored elements."""
+        """What one part of the array, given by its index, holds: ranges of stored elements.
+
+        Of a tensor that other mesh axes split, these are elements of the slice that the part is of.
+        """
         ...
 
 
@@ -89,11 +92,6 @@ class InSlab:
         return self._placements[name]
 
     def segments(self, index: Index) -> tuple[Segment, ...]:
-        not_split([self.of.slab], "what goes by ranges of tensors")
-        return self.slice_segments(index)
-
-    def slice_segments(self, index: Index) -> tuple[Segment, ...]:
-        """`segments` of tensors that other axes may split: ranges of the slices that the part is of."""
         return self._segments[self.of.unit.shard_at(self.of.slab, index)]
 
     def slice_boxes(self, index: Index) -> Iterator[tuple[str, slice, Region, tuple[int, ...]]]:
@@ -103,7 +101,7 @@ class InSlab:
           The tensor, the elements of the part, the box, and the order of its dims in which they are stored.
         """
         ranks = self.of.unit.coordinates(self.of.slab, index)
-        for s in self.slice_segments(index):
+        for s in self.segments(index):
             placement, offset = self.placement(s.tensor), s.offset
             order = placement.axis_order or tuple(range(len(placement.tensor.shape)))
             first = placement.tensor.slice_start(ranks)

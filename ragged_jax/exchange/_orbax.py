@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..checkpoint import CheckpointError, Manifest, TensorEntry
 from ..checkpoint._views import RowMajor, whole
 from ..fsdp import Unit
-from ..layout import Link, boxes
+from ..layout import Link, boxes, named
 from ._checkpointer import restore_from
 from ._redistribute import redistribute
 from ._state import is_key, items_of
@@ -53,7 +53,7 @@ def global_arrays(state: Any) -> dict[str, Any]:
                 sharding = _even(item.held.of.unit, entry.shape)
                 wanted[name] = jax.ShapeDtypeStruct(entry.shape, item.leaf.dtype, sharding=sharding)
     if quantised:
-        raise ValueError(f"Orbax would lose how these are quantised; use `Checkpointer`: {', '.join(quantised[:20])}")
+        raise ValueError(f"Orbax would lose how these are quantised; use `Checkpointer`: {named(quantised)}")
     return _nested({n: x for n, x in _flat(redistribute(state, _nested(wanted))).items() if math.prod(np.shape(x))})
 
 
@@ -78,7 +78,7 @@ def save_orbax(path: str | Path, state: Any) -> None:
         checkpointer.save(Path(path).absolute(), global_arrays(state))
 
 
-def load_orbax(path: str | Path, like: T, *, cast: bool = False) -> T:
+def load_orbax(path: str | Path, like: T, *, cast: bool = False, fewer_layers: bool = False) -> T:
     """A state from an Orbax checkpoint of ordinary arrays, written by `save_orbax` or by another program.
 
     Each device reads its own part, whatever the devices were that the checkpoint was saved on. Orbax compresses what
@@ -88,6 +88,7 @@ def load_orbax(path: str | Path, like: T, *, cast: bool = False) -> T:
       path: the checkpoint's folder, with Orbax's `_METADATA`.
       like: the state as it is wanted, as for `Checkpointer.restore`. A part of what was saved will do.
       cast: whether tensors of other dtypes are converted; otherwise they are an error.
+      fewer_layers: whether `like` may lack some of the layers of a list or a stack; otherwise they are an error.
 
     Raises:
       ImportError: Orbax is not installed.
@@ -106,7 +107,7 @@ def load_orbax(path: str | Path, like: T, *, cast: bool = False) -> T:
     """
     items, _ = items_of(like)
     wanted = {name: entry for item in items for name, entry in item.tensors().items()}
-    return restore_from(OrbaxFolder(path, wanted), like, cast=cast)
+    return restore_from(OrbaxFolder(path, wanted), like, cast=cast, fewer_layers=fewer_layers)
 
 
 class OrbaxFolder(RowMajor):

@@ -18,7 +18,7 @@ from ..adapters import SLABS
 from ..checkpoint import Region, TensorEntry, join
 from ..fsdp import ShardedTree, SlabOf, Unit, not_split, slabs_in
 from ..fsdp import _check as check
-from ..layout import Layout
+from ..layout import Layout, listed
 from ..optim._adam8bit_state import ScaleByAdam8bitState
 from ..optim._masks import PartitionState
 from ._holding import Holding, InSlab
@@ -240,8 +240,8 @@ def _prefix(name: str, of: SlabOf) -> str:
 def _check(items: Sequence[Item]) -> None:
     bad = [item for item in items if not hasattr(item.leaf, "dtype") and type(item.leaf) not in PYTHON]
     if bad:
-        listing = "\n".join(f"  {item.name}: {type(item.leaf).__name__}" for item in bad)
-        raise TypeError(f"a checkpoint holds arrays and numbers; give the rest as `metadata`:\n{listing}")
+        listing = listed(f"{item.name}: {type(item.leaf).__name__}" for item in bad)
+        raise TypeError(f"a checkpoint holds arrays and numbers; give the rest as `metadata`:{listing}")
     check.distinct([name for item in items for name in item.tensors()])
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from ..layout import TensorSpec
+from ..layout import TensorSpec, listed, named
 from ..planner import Group
 
 
@@ -53,14 +53,14 @@ def is_array(leaf: Any) -> bool:
 def distinct(names: Sequence[str]) -> None:
     """Raises ValueError when two leaves have the same path, as `{"a/b": x}` and `{"a": {"b": x}}` do."""
     if repeated := sorted(name for name, count in Counter(names).items() if count > 1):
-        raise ValueError(f"paths must be unique, keys with a slash make these ambiguous: {', '.join(repeated)}")
+        raise ValueError(f"paths must be unique, keys with a slash make these ambiguous: {named(repeated)}")
 
 
 def patterns_match(option: str, rule: Any, names: Sequence[str]) -> None:
     """Raises ValueError for patterns of a mapping that match none of the names: a typo would go unnoticed."""
     idle = [p for p in rule if not any(fnmatchcase(name, p) for name in names)] if isinstance(rule, Mapping) else []
     if idle:
-        listing = ", ".join(repr(name) for name in names[:20]) + (", ..." if len(names) > 20 else "")
+        listing = named(map(repr, names))
         raise ValueError(
             f"{option}: the patterns {', '.join(map(repr, idle))} match nothing; the names are {listing}"
         )
@@ -82,11 +82,11 @@ def has_values(leaves: Iterable[Any]) -> None:
 
 def arrays_only(leaves: Mapping[str, Any]) -> None:
     """Raises TypeError when a leaf that should be sharded is not a numeric array."""
-    bad = [f"  {name}: {_describe(leaf)}" for name, leaf in leaves.items() if not is_array(leaf)]
+    bad = [f"{name}: {_describe(leaf)}" for name, leaf in leaves.items() if not is_array(leaf)]
     if bad:
         raise TypeError(
-            "only numeric arrays can be sharded; these leaves are something else:\n"
-            + "\n".join(bad)
+            "only numeric arrays can be sharded; these leaves are something else:"
+            + listed(bad)
             + "\nKeep them out of the tree (pass them beside it), or make them arrays."
         )
 
@@ -99,15 +99,14 @@ def _describe(leaf: Any) -> str:
 def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
     """Warns, once for all of them, of tensors that hold no block of the size asked for."""
     small = [
-        f"  {t.name}: shape {t.shape}, block {t.block!r}"
+        f"{t.name}: shape {t.shape}, block {t.block!r}"
         for t in tensors
         if t.block.kind != "elements" and not t.block.fits(t.shape)  # fewer elements than a block are one block
     ]
     if small:
-        small = small[:12] + [f"  and {len(small) - 12} more"] * (len(small) > 12)
         warnings.warn(
             "these tensors are smaller than one block; a smaller block was used, as large as the tensor allows, "
-            "so that each dim that the block exceeds stays whole:\n" + "\n".join(small),
+            "so that each dim that the block exceeds stays whole:" + listed(small),
             UserWarning,
             stacklevel=4,
         )
@@ -118,7 +117,7 @@ def batch_divides(
 ) -> None:
     """Raises ValueError when dim 0 of a batch leaf does not divide over the devices and microbatches."""
     bad = [
-        f"  {name}: shape {x.shape}{', a random key without a type?' * _may_be_key(x)}"
+        f"{name}: shape {x.shape}{', a random key without a type?' * _may_be_key(x)}"
         for name, x in leaves
         if x.shape[0] % (num_devices * num_microbatches)
     ]
@@ -126,8 +125,8 @@ def batch_divides(
         parts = f", and on each into {num_microbatches} microbatches" if num_microbatches > 1 else ""
         raise ValueError(
             f"dim 0 of a batch is split over {num_devices} devices (mesh axes {', '.join(axes)}){parts}, and these "
-            "do not divide:\n"
-            + "\n".join(bad)
+            "do not divide:"
+            + listed(bad)
             + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
             "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "
             "device needs whole in `rj.replicated`."

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from .. import planner
-from ..layout import Bucket, Layout, TensorSpec
+from ..layout import Bucket, Layout, TensorSpec, listed
 from ..planner import Group, Plan
 from . import _check as check
 
@@ -45,9 +45,9 @@ def make_layout(
     wanted = {t.name: facts(group, t) for group in groups for t in group.tensors}
     for name in sorted(planned.keys() | wanted.keys()):
         if planned.get(name) != wanted.get(name):
-            faults.append(f"  {name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
+            faults.append(f"{name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
     if faults:
-        raise ValueError("the plan is not for this model (bucket, stack, shape, ...):\n" + "\n".join(faults))
+        raise ValueError("the plan is not for this model (bucket, stack, shape, ...):" + listed(faults))
     return layout
 
 
@@ -59,6 +59,6 @@ def stack_length(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
     """
     lengths = {shape[0] if shape else -1 for shape in shapes.values()}
     if len(lengths) != 1 or -1 in lengths:
-        listing = "\n".join(f"  {tensor}: shape {shape}" for tensor, shape in shapes.items())
-        raise ValueError(f"unit {name!r} is marked as stacked, but its leading dims differ:\n{listing}")
+        listing = listed(f"{tensor}: shape {shape}" for tensor, shape in shapes.items())
+        raise ValueError(f"unit {name!r} is marked as stacked, but its leading dims differ:{listing}")
     return lengths.pop()

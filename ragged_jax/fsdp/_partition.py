@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from ..layout import listed
 from ._sharded_tree import ShardedTree
 from ._sink import WithSink
 
@@ -48,9 +49,7 @@ def partition(tree: ShardedTree, rule: PathRule) -> tuple[ShardedTree, ShardedTr
     first, rest = _split(tree, choose, torn)
     if torn:
         raise ValueError(
-            "a slab cannot be split; these tensors share one:\n"
-            + "\n".join(torn)
-            + "\nGive them labels when they are "
+            "a slab cannot be split; these tensors share one:" + listed(torn) + "\nGive them labels when they are "
             "sharded, as in `shard_tree(..., label={'*lora*': 'lora'})`: then they do not."
         )
     if not jax.tree.leaves(first):
@@ -85,7 +84,7 @@ def _split(tree: ShardedTree, choose: Callable[[str], bool], torn: list[str]) ->
             votes[bool(choose(placement.tensor.name))].append(placement.tensor.name)
         chosen[slab.name] = bool(votes[True])
         if votes[True] and votes[False]:
-            torn.append(f"  {', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
+            torn.append(f"{', '.join(votes[True])} (chosen) with {', '.join(votes[False])} (not chosen)")
     children = {name: _split(child, choose, torn) for name, child in tree.children.items()}
     first, rest = (
         tree.replace(

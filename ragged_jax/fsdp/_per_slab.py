@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from ..layout import listed
 from ._check import has_values, is_traced
 from ._leaves import Leaf, SlabOf, leaves_of
 from ._splits import splitting_axes
@@ -33,8 +34,8 @@ def slabs_and_others(tree: Any, like: Any) -> tuple[list[tuple[SlabOf, jax.Array
     if len(arrays) != len(leaves):
         raise ValueError(f"the tree has {len(arrays)} leaves, the one that it should be like has {len(leaves)}")
     pairs = list(zip(leaves, arrays, strict=True))
-    if wrong := [f"  {a.path}: {jnp.shape(x)}, expected {a.shape}" for a, x in pairs if jnp.shape(x) != a.shape]:
-        raise ValueError("these leaves are not those of the model:\n" + "\n".join(wrong))
+    if wrong := [f"{a.path}: {jnp.shape(x)}, expected {a.shape}" for a, x in pairs if jnp.shape(x) != a.shape]:
+        raise ValueError("these leaves are not those of the model:" + listed(wrong))
     slabs = [(leaf.of, x) for leaf, x in pairs if leaf.of is not None]
     others = [(leaf, x) for leaf, x in pairs if leaf.of is None]
     names = Counter(p.tensor.name for of, _ in slabs for p in of.slab.placements) + Counter(

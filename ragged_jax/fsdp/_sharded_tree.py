@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.tree_util import GetAttrKey
 
+from ..layout import named
 from ._check import is_array
 from ._pickle import only_copied
 from ._precision import FULL
@@ -94,7 +95,7 @@ class ShardedTree:
     def _whereabouts(self, key: Any = None) -> str:
         """Where tensors are, and how to get at them."""
         names = [name for name in self._names if key is None or self._below(key, name)]
-        listing = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        listing = named(names)
         return (
             f"these tensors are sharded, in unit {self.unit.bucket.name or '(root)'!r}: {listing}. They are whole "
             "inside a function given to `value_and_grad` or `apply`; those of a unit where it is used: in methods of "

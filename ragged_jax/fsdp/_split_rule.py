@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from jax.sharding import Mesh, PartitionSpec
 
-from ..layout import Split, TensorSpec
+from ..layout import Split, TensorSpec, listed
 from ..planner import Group
 from ._splits import entries
 
@@ -45,7 +45,7 @@ class SplitRule:
         """
         faults: list[str] = []
         names = [t.name for group in groups for t in group.tensors]
-        faults += [f"  {p!r} matches no tensor" for p in self.specs if not any(fnmatchcase(n, p) for n in names)]
+        faults += [f"{p!r} matches no tensor" for p in self.specs if not any(fnmatchcase(n, p) for n in names)]
         done = []
         for group in groups:
             tensors = []
@@ -54,7 +54,7 @@ class SplitRule:
                 if (spec := next(matched, None)) is not None:
                     if mine := [n for names in entries(spec) for n in names if n in self.own]:
                         faults.append(
-                            f"  {tensor.name}: {spec} names {', '.join(mine)}, which shards all tensors anyway"
+                            f"{tensor.name}: {spec} names {', '.join(mine)}, which shards all tensors anyway"
                         )
                         continue
                 else:
@@ -63,8 +63,8 @@ class SplitRule:
             done.append(replace(group, tensors=tuple(tensors)))
         if faults:
             raise ValueError(
-                f"tensors cannot be split as their partition specs say, over mesh axes {dict(self.sizes)}:\n"
-                + "\n".join(faults)
+                f"tensors cannot be split as their partition specs say, over mesh axes {dict(self.sizes)}:"
+                + listed(faults)
                 + '\nGive other specs, e.g. specs={"*/kernel": PartitionSpec(None, "tp")}; PartitionSpec() leaves a '
                 "tensor whole, also one that carries a spec of its own."
             )
@@ -72,7 +72,7 @@ class SplitRule:
 
     def _split(self, tensor: TensorSpec, spec: PartitionSpec, stacked: bool, faults: list[str]) -> TensorSpec:
         dims = entries(spec)
-        where = f"  {tensor.name}: shape {tensor.shape}{', stacked' * stacked}, {spec}"
+        where = f"{tensor.name}: shape {tensor.shape}{', stacked' * stacked}, {spec}"
         if len(dims) > len(tensor.shape) + stacked:
             return _fault(tensor, faults, f"{where} has more dims")
         if strange := [n for names in dims for n in names if n not in self.sizes and n not in self.own]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ..layout import Placement, Slab, Split
+from ..layout import Placement, Slab, Split, named
 
 Names = tuple[str, ...]
 
@@ -159,6 +159,6 @@ def not_split(slabs: Sequence[Slab], what: str) -> None:
     """Raises NotImplementedError when other mesh axes split tensors, with all their names."""
     if names := [p.tensor.name for slab in slabs for p in slab.placements if p.tensor.splits]:
         raise NotImplementedError(
-            f"{what} cannot yet deal with tensors that are split over other mesh axes: {', '.join(names)}; "
+            f"{what} cannot yet deal with tensors that are split over other mesh axes: {named(names)}; "
             "`full_params` gives them whole"
         )

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from ..layout import Bucket, Slab
+from ..layout import Bucket, Slab, listed
 from ._check import canonical_dtype, has_values, is_traced
 from ._precision import FULL, MixedPrecision
 from ._slabs import Shares, slab_of, slab_shape, tensors_of, to_stored
@@ -141,12 +141,12 @@ class Unit:
         for slab in self.bucket.slabs:
             dtypes = {str(canonical_dtype(tensors[p.tensor.name])) for p in slab.placements}
             if len(dtypes) > 1:
-                wrong.append(f"  {', '.join(p.tensor.name for p in slab.placements)} share a slab, but are {dtypes}")
+                wrong.append(f"{', '.join(p.tensor.name for p in slab.placements)} share a slab, but are {dtypes}")
             for tensor in (p.tensor for p in slab.placements):
                 if (shape := tuple(tensors[tensor.name].shape)) != (*outer, *tensor.full_shape):
-                    wrong.append(f"  {tensor.name}: shape {shape}, planned {(*outer, *tensor.full_shape)}")
+                    wrong.append(f"{tensor.name}: shape {shape}, planned {(*outer, *tensor.full_shape)}")
         if wrong:
-            raise ValueError("these tensors are not those of the layout:\n" + "\n".join(wrong))
+            raise ValueError("these tensors are not those of the layout:" + listed(wrong))
 
     def packed(self, slab: Slab, tensors: Mapping[str, Any]) -> jax.Array:
         """Under a trace, a slab's array from whole tensors, with whatever sharding comes out."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ..layout import Slab
+from ..layout import Slab, listed
 from ._joined import vary
 from ._quantised import gather_quantised
 from ._sink import WithSink, reduce_scatter
@@ -58,11 +58,11 @@ def _check(unit: Unit, shards: Arrays) -> None:
             continue
         expected, got = unit.inner_shape(slab), shards[slab.name].shape
         if got != expected:
-            wrong.append(f"  {slab.name}: {got} on this device, planned {expected}")
+            wrong.append(f"{slab.name}: {got} on this device, planned {expected}")
     if wrong:
         raise ValueError(
-            f"unit {unit.bucket.name or '(root)'!r} does not have the shards of one layer:\n"
-            + "\n".join(wrong)
+            f"unit {unit.bucket.name or '(root)'!r} does not have the shards of one layer:"
+            + listed(wrong)
             + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
         )
 

@@ -21,6 +21,8 @@ from ._known_names import NAME_MAPS as NAME_MAPS
 from ._layout import Layout as Layout
 from ._layout import Location as Location
 from ._layout import Piece as Piece
+from ._listed import listed as listed
+from ._listed import named as named
 from ._manifest import disagreement as disagreement
 from ._manifest import from_text as from_text
 from ._manifest import manifest as manifest

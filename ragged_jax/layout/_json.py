@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
+from ._listed import listed
+
 T = TypeVar("T")
 
 
@@ -74,8 +76,8 @@ class Document:
         try:
             return _adapter(cls).validate_json(json.dumps(document))
         except ValidationError as error:
-            faults = [f"  {_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
-            raise self.error(f"not a valid {self.kind}:\n" + "\n".join(faults)) from None
+            faults = [f"{_path(fault['loc'])}: {fault['msg']}" for fault in error.errors(include_url=False)]
+            raise self.error(f"not a valid {self.kind}:" + listed(faults)) from None
 
 
 def _drop_empty(node: Any, names: Mapping[str, int]) -> set[str]:

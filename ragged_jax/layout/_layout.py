@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ._errors import STRICT, LayoutError
 from ._json import Document
+from ._listed import listed
 from ._ragged_shard import RaggedShard, StridedRaggedShard
 from ._slab import Bucket, Placement, Slab
 from ._storage import can_be_tiled, cuts
@@ -278,7 +279,7 @@ class Layout:
           LayoutError: listing every fault.
         """
         if found := self.faults():
-            raise LayoutError("not a valid layout:\n" + "\n".join(f"  {fault}" for fault in found))
+            raise LayoutError("not a valid layout:" + listed(found))
         return self
 
     def __repr__(self):

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ._layout import Layout
+from ._listed import listed
 
 Manifest = Mapping[str, str]
-SHOWN = 20  # differences that a message spells out
 
 
 def manifest(layout: Layout) -> dict[str, str]:
@@ -47,10 +47,8 @@ def disagreement(manifests: Sequence[Manifest], processes: Sequence[int] | None 
             holders.setdefault(facts.get(name), []).append(process)
         if len(holders) > 1:
             said = (f"{'missing' if value is None else value} on {_processes(who)}" for value, who in holders.items())
-            lines.append(f"  {name}: {'; '.join(said)}")
-    if len(lines) > SHOWN:
-        lines[SHOWN:] = [f"  and {len(lines) - SHOWN} more"]
-    return "\n".join(lines) or None
+            lines.append(f"{name}: {'; '.join(said)}")
+    return listed(lines).removeprefix("\n") or None
 
 
 def to_text(facts: Manifest) -> str:

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from ._dims import Dims, Link, Shape, is_name, names_of, same
 from ._errors import STRICT
 from ._json import Document
+from ._listed import listed
 from ._tensor import MAX_DIMS, MAX_NUMEL
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _MAX_NAMES = 100_000  # that one rule makes; more than any model has
-_SHOWN = 50  # faults that a message spells out
 
 
 class NameMapError(ValueError):
@@ -103,10 +103,10 @@ class NameMap:
             for rule in self.rules
             if len(rule) not in (2, 3)
         ]:
-            raise NameMapError("not a sound name map:" + _listed(bad))
+            raise NameMapError("not a sound name map:" + listed(bad))
         object.__setattr__(self, "rules", tuple(NameRule(*rule) for rule in self.rules))
         if faults := list(self._faults()):
-            raise NameMapError("not a sound name map:" + _listed(faults))
+            raise NameMapError("not a sound name map:" + listed(faults))
         rules = (rule._replace(dims=str(Dims.parse(rule.dims))) if rule.dims else rule for rule in self._rules)
         object.__setattr__(self, "rules", tuple(rules))  # one way to write the same rule
 
@@ -255,7 +255,7 @@ class _Applying:
                     self.made[alias] = self.made[name]._replace(name=alias)
             self._compare(wanted, set(tied.values()))
         if self.faults:
-            raise NameMapError("these tensors do not fit the name map:" + _listed(self.faults))
+            raise NameMapError("these tensors do not fit the name map:" + listed(self.faults))
         return self.made if wanted is None else {name: self.made[name] for name in wanted}
 
     def _found(self) -> dict[NameRule, list[tuple[str, dict[str, str]]]]:
@@ -435,8 +435,3 @@ def _product(sizes: Iterable[int]) -> int:
     for size in sizes:
         product *= size
     return product
-
-
-def _listed(faults: list[str]) -> str:
-    more = [f"and {len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
-    return "".join(f"\n  {fault}" for fault in [*faults[:_SHOWN], *more])

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from ._layout import Layout
+from ._listed import named
 from ._slab import Placement
 from ._storage import stored_order
 
@@ -170,7 +171,7 @@ def overlap(
             for gap in rest:
                 missing.append(f"{gap.tensor}[{gap.start}:{gap.stop}] for device {receiver}")
     if missing:
-        raise ValueError("no device holds " + ", ".join(missing))
+        raise ValueError("no device holds " + named(missing))
     return tuple(_joined(sorted(moves)))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Block, Bucket, Placement, Slab, elements, tile_regions
+from ..layout import Block, Bucket, Placement, Slab, elements, listed, tile_regions
 
 BlockChoice = Block | Mapping[str, Block | None]
 """One block for every tensor, or a mapping from patterns of the tensors' paths; None keeps a tensor in float32."""
@@ -240,7 +240,7 @@ def grid_of_slab(
         found, wrong = parts_of_placement(placement, block)
         (exact if block is None else parts).extend(found)
         wrong = wrong or [*Grid(tuple(found), (), bounds, room).faults()][:1]
-        faults += [f"  {tensor.name}: shape {tensor.shape}, quantised in {block!r}, {fault}" for fault in wrong]
+        faults += [f"{tensor.name}: shape {tensor.shape}, quantised in {block!r}, {fault}" for fault in wrong]
     return Grid(tuple(parts), tuple(exact), bounds, room), faults
 
 
@@ -264,8 +264,8 @@ def parts_of_placement(placement: Placement, block: Block | None) -> tuple[list[
 def not_whole(faults: Iterable[str]) -> ValueError:
     """The error of a transform whose blocks a device boundary cuts."""
     return ValueError(
-        "blocks that are quantised together must lie on one device, but of these tensors they do not:\n"
-        + "\n".join(faults)
+        "blocks that are quantised together must lie on one device, but of these tensors they do not:"
+        + listed(faults)
         + "\nShard them in the same blocks (block=rj.elements(256), or a multiple, for the default), quantise them "
         'in the blocks in which they are sharded, or keep them in float32 (block={"pattern of their path": None}).'
     )

@@ -17,6 +17,7 @@ import optax
 from ..fsdp import Leaf, Leaves, leaves_of
 from ..fsdp._check import is_traced
 from ..fsdp._unit import pin
+from ..layout import listed
 from ._tensors import Rule, Tensor, chosen, decide, tensors_of
 
 REMEDY = (
@@ -48,10 +49,10 @@ def agreed(leaves: Leaves, values: Sequence[Sequence[Any]]) -> list[Any]:
             groups: dict[Any, list[str]] = {}
             for name, value in zip(own, mine, strict=True):
                 groups.setdefault(value, []).append(name)
-            torn.append(f"  {leaf.path}: " + "; ".join(f"{v!r} for {', '.join(n)}" for v, n in groups.items()))
+            torn.append(f"{leaf.path}: " + "; ".join(f"{v!r} for {', '.join(n)}" for v, n in groups.items()))
     if torn:
         raise ValueError(
-            "these arrays hold tensors that are to be treated differently:\n" + "\n".join(torn) + f"\n{REMEDY}"
+            "these arrays hold tensors that are to be treated differently:" + listed(torn) + f"\n{REMEDY}"
         )
     return out
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-from ..layout import Bucket, Layout, Order, Split, segments
+from ..layout import Bucket, Layout, Order, Split, listed, segments
 from ._exchange import Exchange, exchange
 from ._hardware import HardwareProfile
 from ._owners import OwnerPlan
@@ -105,7 +105,7 @@ def _check_same(source: Layout, target: Layout) -> None:
         if a[:3] != b[:3]:
             faults.append(f"{name} is {_text(*a)} in the source and {_text(*b)} in the target")
     if faults:
-        raise ValueError("the layouts hold different tensors:\n  " + "\n  ".join(sorted(faults)))
+        raise ValueError("the layouts hold different tensors:" + listed(sorted(faults)))
 
 
 def _text(dtype: str, numel: int, splits: tuple[Split, ...], shape: tuple[int, ...]) -> str:

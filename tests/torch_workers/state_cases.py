@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch_jobs import run_cases
 
 import torch_bridge as tb
-from ragged_jax.checkpoint import Checkpoint, read_shard
+from ragged_jax.checkpoint import Checkpoint, CheckpointError, read_shard
 from ragged_jax.layout import elements, rows, whole
 from torch_bridge._fully_shard import runtime_of
 
@@ -192,11 +192,14 @@ def errors_name_everything() -> None:
     checkpointer.restore({"model": model})
     full = tb.full_state_dict(model)
     assert_same(tb.full_state_dict(half), {k: x.bfloat16() if x.is_floating_point() else x for k, x in full.items()})
-    with raises(TypeError, "what: str", "list/0: object"):
+    with raises(CheckpointError, "step 9 was not saved: rank 1: TypeError", "what: str"):
+        checkpointer.save(9, {"what": "no" if dist.get_rank() == 1 else 1})
+        checkpointer.wait()
+    with raises(CheckpointError, "what: str", "list/0: object"):
         checkpointer.save(9, {"what": "no", "list": [object()]})
-    with raises(TypeError, "SGD", "StateNames"):
+    with raises(CheckpointError, "SGD", "StateNames"):
         checkpointer.save(9, {"model": model, "opt": torch.optim.SGD(model.parameters(), 0.1)})
-    with raises(ValueError, "opt: parameters of shapes"):
+    with raises(CheckpointError, "opt: parameters of shapes"):
         checkpointer.save(9, {"opt": adamw(model)})
     assert checkpointer.steps() == [2]
 

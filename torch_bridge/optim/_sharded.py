@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ragged_jax.layout import Block, Placement, TensorSpec
+from ragged_jax.layout import Block, Placement, TensorSpec, listed
 
 from .._dtypes import dtype_name
 from .._homes import Home, home_of
@@ -207,14 +207,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 own = self.state[p]
                 sizes = [{key: tuple(x.shape) for key, x in state.items()} for state in (own, values)]
                 if sizes[0] != sizes[1]:
-                    faults.append(f"  {self._locals[p].name}: {sizes[1]}, here {sizes[0]}")
+                    faults.append(f"{self._locals[p].name}: {sizes[1]}, here {sizes[0]}")
                     continue
                 for key, x in values.items():
                     own[key].copy_(x)
         if faults:
             raise ValueError(
                 "this state is of other options, or of another rank or number of ranks (a checkpoint by name can be "
-                "moved, see `named_state`):\n" + "\n".join(faults)
+                "moved, see `named_state`):" + listed(faults)
             )
 
 
