@@ -51,7 +51,7 @@ def start_gather(
         no padding. A shard may lie in its place already.
     """
     size = dist.get_world_size(group)
-    broadcasts = _is_on_cpu(wholes) and size <= _FEW_RANKS and sum(x.nbytes for x in wholes) >= _MANY_BYTES
+    broadcasts = _is_on_cpu(wholes[0].device) and size <= _FEW_RANKS and sum(x.nbytes for x in wholes) >= _MANY_BYTES
     if shares is None and not broadcasts:
         with _coalescing_manager(group, async_ops=True) as work:
             for whole, shard in zip(wholes, shards, strict=True):
@@ -77,13 +77,21 @@ def start_reduce(
     group: dist.ProcessGroup,
     shares: tuple[int, ...] | None,
 ) -> Work:
-    """Starts to sum the slabs over the ranks, each rank keeping its own part."""
-    if shares is None and not _is_on_cpu(wholes):
+    """Starts to sum the slabs over the ranks, each rank keeping its own part.
+
+    Where `adds_parts`, the shards may have a wider dtype, in which the sum is taken.
+    """
+    if not adds_parts(wholes[0].device, shares):
         with _coalescing_manager(group, async_ops=True) as work:
             for whole, shard in zip(wholes, shards, strict=True):
                 _scatter(shard, whole, group=group)
         return work
     return _All([_SumOfParts(shard, whole, group, shares) for whole, shard in zip(wholes, shards, strict=True)])
+
+
+def adds_parts(device: torch.device, shares: tuple[int, ...] | None) -> bool:
+    """Whether a reduction sends parts, for each rank to add up what it is sent."""
+    return shares is not None or _is_on_cpu(device)
 
 
 class _SumOfParts:
@@ -101,11 +109,16 @@ class _SumOfParts:
     def wait(self) -> None:
         if self._work is not None:
             self._work.wait()
-        torch.sum(self._parts, 0, dtype=self._shard.dtype, out=self._shard)
+        if self._parts.dtype == self._shard.dtype:
+            torch.sum(self._parts, 0, dtype=self._shard.dtype, out=self._shard)
+            return
+        self._shard.copy_(self._parts[0])
+        for part in self._parts[1:]:  # a sum in another dtype would cast all of them first
+            self._shard.add_(part)
 
 
-def _is_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
-    return tensors[0].device.type == "cpu"
+def _is_on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
 
 
 def _numels(whole: torch.Tensor, shares: tuple[int, ...]) -> list[int]:

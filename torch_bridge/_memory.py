@@ -59,7 +59,7 @@ class Memory:
       shards: the buffer of this rank's parts, zero where no tensor lies.
       wholes: the buffer of gathered slabs, in the dtype of the computation. Its memory comes and goes; it has none
         at first.
-      reduce_dtype: in which gradients are summed.
+      gradient_dtype, reduce_dtype: in which whole gradients are sent, and summed.
     """
 
     def __init__(
@@ -67,10 +67,11 @@ class Memory:
         slabs: list[SlabRange],
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         device: torch.device,
     ):
-        self.slabs, self.reduce_dtype = slabs, reduce_dtype
+        self.slabs, self.gradient_dtype, self.reduce_dtype = slabs, gradient_dtype, reduce_dtype
         self._gradients: torch.Tensor | None = None
         last = slabs[-1]
         self.shards = torch.zeros(last.shard_start + last.high - last.low, dtype=dtype, device=device)
@@ -88,7 +89,7 @@ class Memory:
     def gradients(self) -> torch.Tensor:
         """The buffer that whole gradients are to be reduced from; taken when first asked for, of unknown contents."""
         if self._gradients is None:
-            self._gradients = torch.empty(self.wholes.numel(), dtype=self.reduce_dtype, device=self.wholes.device)
+            self._gradients = torch.empty(self.wholes.numel(), dtype=self.gradient_dtype, device=self.wholes.device)
         return self._gradients
 
     def has_gradient(self, grad: torch.Tensor) -> bool:
@@ -113,6 +114,7 @@ def allocate(
     device: torch.device,
     compute_dtype: Callable[[torch.dtype], torch.dtype],
     reduce_dtype: torch.dtype | None,
+    adds_parts: bool,
 ) -> list[Memory]:
     """The memory of a bucket.
 
@@ -123,6 +125,7 @@ def allocate(
       device: where.
       compute_dtype: from the dtype of a slab, that in which it is gathered.
       reduce_dtype: in which gradients are summed, or None for that of the computation.
+      adds_parts: whether they may be sent as they are and summed in a wider one.
     """
     ends = (0, *accumulate(shares))
     by_dtype: dict[torch.dtype, list[SlabRange]] = {}
@@ -136,8 +139,13 @@ def allocate(
             start = -(-(last.start + last.numel) // step) * step
             shard_start = -(-(last.shard_start + last.high - last.low) // step) * step
         found.append(SlabRange(slab, low, high, ends[-1] * slab.shard_numel, start, shard_start))
-    dtypes = {dtype: (dtype, (to := compute_dtype(dtype)), reduce_dtype or to, device) for dtype in by_dtype}
-    return [Memory(slabs, *dtypes[dtype]) for dtype, slabs in by_dtype.items()]
+    memories = []
+    for dtype, slabs in by_dtype.items():
+        compute = compute_dtype(dtype)
+        reduce = reduce_dtype or compute
+        sent = compute if adds_parts and compute.itemsize <= reduce.itemsize else reduce
+        memories.append(Memory(slabs, dtype, compute, sent, reduce, device))
+    return memories
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> set[str]:

@@ -96,7 +96,7 @@ class Reduction:
         before, self._after = (scale, 1.0) if memory.reduce_dtype == torch.float16 else (1.0, scale)
         used = list(dict.fromkeys(slot.slab for slot in slots))
         wholes = self._packed(used)
-        self._shards = wholes.new_empty(memory.shards.numel())
+        self._shards = wholes.new_empty(memory.shards.numel(), dtype=memory.reduce_dtype)
         if before != 1:
             wholes.mul_(before)
         self._reduced = [slab.shard(self._shards) for slab in used]

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ragged_jax.layout import Bucket
 
-from ._collectives import Work, start_gather
+from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, allocate
 from ._plan import Part
 from ._reduction import Groups, Reduction, Slot
@@ -23,8 +23,8 @@ class Unit:
 
     All slabs of one dtype lie in one allocation, sharded and gathered. Parameters are views of it: nothing is
     copied on the way in. On the way out, gradients of linear layers are computed where they are reduced, and others
-    are copied once. Dropping the gathered slabs gives their memory back and
-    keeps the views, so that autograd's graph is valid again when they are gathered again.
+    are copied once. Dropping the gathered slabs gives their memory back and keeps the views, so that autograd's
+    graph is valid again when they are gathered again.
 
     Args:
       bucket: its layout.
@@ -62,7 +62,7 @@ class Unit:
         self._reducing: list[Reduction] = []
         self._is_whole = False
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
-        dtypes = self._compute_dtype, policy.reduce_dtype
+        dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
         self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, *dtypes)
         with torch.no_grad():
             self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
@@ -87,7 +87,7 @@ class Unit:
                 shard = nn.Parameter(slab.piece(memory.shards.data, placement), tensor.requires_grad)
                 full = WholeParameter(view_of(whole, placement, seen), tensor.requires_grad)
                 slot = Slot(placement, slab, seen, part.uses[name], shard, full)
-                if self._is_brief and full.dtype == memory.reduce_dtype and full.ndim == 2:
+                if self._is_brief and full.dtype == memory.gradient_dtype and full.ndim == 2:
                     full.place = partial(_place, memory, slot)
                 if not tensor.is_meta:
                     slot.take(tensor)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -200,6 +201,14 @@ def mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference, model = make(), make()
     tb.fully_shard(model, units=Block, mp_policy=policy)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        loss_of(model, mine(data()[0:1])[0]).backward()
+    # Gradients go as they are, and are summed in float32: what one rank made in bfloat16 is not rounded again.
+    assert {call.args[1].dtype for call in exchange.call_args_list} == {torch.bfloat16}
+    grads = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
+    assert {g.dtype for g in grads} == {torch.float32}
+    assert dist.get_world_size() == 1 or any(bool((g != g.bfloat16()).any()) for g in grads)
+    model.zero_grad()
     losses, want = torch.stack(train(model, mine(data()))), torch.stack(train(reference, data()))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=5e-3, atol=0)
