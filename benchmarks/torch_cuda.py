@@ -5,17 +5,18 @@ variants in one set of processes, in turn and in the opposite order every other 
 
   python benchmarks/torch_cuda.py --world 2 4 --width 256 512
 
-`ragged` starts collectives and waits where their result is used; `ragged sync` waits at once and prefetches nothing.
-FSDP2 waits at once on a CPU. So `ragged sync` against FSDP2 is what fewer copies are worth, and `ragged` against
-`ragged sync` what overlap is worth. Gloo reduces by an all-reduce: its times say little about NCCL.
+FSDP2 waits for a collective at once on a CPU. `ragged sync, its collectives` does so too, prefetches nothing and
+calls what FSDP2 calls: against FSDP2 that is what fewer copies are worth. `ragged sync` replaces what gloo is slow
+at; `ragged` waits where results are used, so that they overlap. On NCCL the first two are the same.
 """
 
 import argparse
 import gc
 import json
+import os
 import platform
-import resource
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,17 +27,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
-from torch.profiler import ProfilerActivity, profile
+from torch_copies import copies_of
+from torch_cuda_table import STAGES, VARIANTS, table
 
 import torch_bridge as tb
-from torch_bridge import _reduction, _unit
+from torch_bridge import _collectives, _reduction, _unit
 
 VOCAB, LAYERS, BATCH, LENGTH = 1024, 8, 4, 32
-VARIANTS = ("fsdp2", "ragged", "ragged sync")
-COPIES = {"aten::copy_", "aten::cat", "aten::_foreach_copy_", "aten::split_with_sizes_copy", "aten::_chunk_cat"}
-FILLS = {"aten::fill_", "aten::zero_"}
-SIZES = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "long": 8, "int": 4, "bool": 1}
+POLICIES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16, summed in float32": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bfloat16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+}
 
 
 class Block(nn.Module):
@@ -85,27 +89,32 @@ class _Done:
 
 @contextmanager
 def variant_of_collectives(name: str) -> Iterator[None]:
-    gather, reduce = _unit.start_gather, _reduction.start_reduce
-    if name == "ragged sync":
+    gather, reduce, on_cpu = _unit.start_gather, _reduction.start_reduce, _collectives._is_on_cpu
+    if "sync" in name:
         _unit.start_gather, _reduction.start_reduce = waited(gather), waited(reduce)
+    if "its collectives" in name:
+        _collectives._is_on_cpu = lambda _: False
     try:
         yield
     finally:
-        _unit.start_gather, _reduction.start_reduce = gather, reduce
+        _unit.start_gather, _reduction.start_reduce, _collectives._is_on_cpu = gather, reduce, on_cpu
 
 
 class Run:
     """A model under one variant, its optimizer and its data."""
 
-    def __init__(self, name: str, width: int, device: torch.device, lr: float = 1e-3):
+    def __init__(self, name: str, width: int, device: torch.device, lr: float = 1e-3, precision: str = "float32"):
         self.name, self.device = name, device
         self.model = Model(width).to(device)
+        policy = POLICIES[precision]
         if name == "fsdp2":
             for block in self.model.blocks:
-                fsdp2(block)
-            fsdp2(self.model)
-        elif name != "plain":
-            tb.fully_shard(self.model, units=Block, prefetch=0 if name == "ragged sync" else 1)
+                fsdp2(block, mp_policy=policy)
+            fsdp2(self.model, mp_policy=policy)
+        elif name == "plain":
+            self.model.to(policy.param_dtype or torch.float32)
+        else:
+            tb.fully_shard(self.model, units=Block, prefetch=0 if "sync" in name else 1, mp_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr, foreach=True)
         shape = (max(BATCH, dist.get_world_size()), LENGTH + 1)
         tokens = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
@@ -133,43 +142,8 @@ class Run:
             torch.cuda.synchronize()
         dist.barrier()
 
-    def copied(self) -> dict[str, int]:
-        """Bytes that one step copies and fills outside of collectives, by the profiler's record of operations."""
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as record:
-            self.step()
-        with tempfile.TemporaryDirectory() as folder:
-            record.export_chrome_trace(path := f"{folder}/trace.json")
-            events = [e for e in json.loads(Path(path).read_text())["traceEvents"] if "dur" in e]
-        inside = [e for e in events if e["name"].startswith(("c10d::", "gloo:", "nccl:"))]
-        return {kind: sum(_bytes(e) for e in _leaves(events, names, inside)) for kind, names in _KINDS.items()}
-
-
-_KINDS = {"copied": COPIES, "filled": FILLS}
-
-
-def _leaves(events: list[dict], names: set[str], inside: list[dict]) -> list[dict]:
-    """Events of these names that contain no other of them, and lie in no collective."""
-    found = [e for e in events if e["name"] in names and not any(_within(e, other) for other in inside)]
-    return [e for e in found if not any(other is not e and _within(other, e) for other in found)]
-
-
-def _within(a: dict, b: dict) -> bool:
-    return a["tid"] == b["tid"] and b["ts"] <= a["ts"] and a["ts"] + a["dur"] <= b["ts"] + b["dur"]
-
-
-def _bytes(event: dict) -> int:
-    kind = event["args"].get("Input type", ["float"])[0]
-    return _numel(event["args"]["Input Dims"][0]) * SIZES.get(kind, 4)
-
-
-def _numel(dims: list) -> int:
-    """Of a tensor, or of a list of them."""
-    if dims and isinstance(dims[0], list):
-        return sum(_numel(each) for each in dims)
-    numel = 1
-    for size in dims:
-        numel *= size
-    return numel
+    def copied(self) -> dict[str, dict[str, int]]:
+        return copies_of(self.step, self.device.type == "cpu")
 
 
 def losses(run: Run, steps: int) -> list[float]:
@@ -186,11 +160,6 @@ def measure(width: int, rounds: int, steps: int, device: torch.device) -> dict:
     still = losses(Run("ragged", width, device, lr=0.0), 2)
     runs = {name: Run(name, width, device) for name in VARIANTS}
     first = {name: losses(run, 5) for name, run in runs.items()}
-    plain = Run("plain", width, device)
-    plain.step()
-    own = plain.copied()  # by the model and the optimizer, with or without sharding
-    del plain
-    copied = {name: {kind: n - own[kind] for kind, n in run.copied().items()} for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for k in range(rounds + 1):
         for name in VARIANTS if k % 2 else reversed(VARIANTS):
@@ -204,28 +173,45 @@ def measure(width: int, rounds: int, steps: int, device: torch.device) -> dict:
         },
         "loss moves": first["fsdp2"][0] - first["fsdp2"][-1],
         "loss moves at lr 0": still[0] - still[1],
-        "copied by the model itself": own,
-        "copied by sharding": copied,
         "milliseconds": {name: _quartiles([1e3 * t for t in times[name]]) for name in VARIANTS},
-        "ratio to fsdp2": {
-            name: _quartiles([a / b for a, b in zip(times[name], times["fsdp2"], strict=True)])
-            for name in VARIANTS[1:]
+        "ratio of variants": {
+            f"{a} / {b}": _quartiles([x / y for x, y in zip(times[a], times[b], strict=True)]) for a, b in STAGES
         },
-        "ragged over ragged sync": _quartiles(
-            [a / b for a, b in zip(times["ragged"], times["ragged sync"], strict=True)]
-        ),
     }
 
 
+def copies(width: int, device: torch.device) -> dict:
+    """Bytes that a step copies and fills: of FSDP2, of the runtime, and of the model itself, by precision."""
+    found = {}
+    for precision in POLICIES:
+        found[precision] = {}
+        for name in ("plain", "fsdp2", "ragged"):
+            run = Run(name, width, device, precision=precision)
+            run.step()
+            found[precision][name] = run.copied()
+    return found
+
+
 def peak(name: str, width: int, device: torch.device) -> dict:
-    """Peak memory of one variant alone, above that of the process before: of the GPU, or resident."""
+    """Peak memory of steps of one variant alone, above that of the process before: of the GPU, or resident."""
     cuda = device.type == "cuda"
-    before = 0 if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = 0 if cuda else _resident("VmRSS")
     run = Run(name, width, device)
+    for _ in range(2):  # the optimizer has its state then
+        run.step()
+    gc.collect()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     for _ in range(4):
         run.step()
-    after = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"peak bytes": after - before}
+    return {"peak bytes": (torch.cuda.max_memory_allocated() if cuda else _resident("VmHWM")) - before}
+
+
+def _resident(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
 
 
 def _quartiles(values: list[float]) -> list[float]:
@@ -241,7 +227,7 @@ def rank_main(rank: int, world: int, folder: str, kind: str, arguments: tuple) -
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world, store=store)
-    result = {"measure": measure, "peak": peak}[kind](*arguments, device)
+    result = {"measure": measure, "copies": copies, "peak": peak}[kind](*arguments, device)
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.barrier()
@@ -263,19 +249,38 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="+", default=[4096] if gpus else [256, 512])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--steps", type=int, default=3, help="of each variant in a round")
-    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    parser.add_argument("--peaks", type=int, default=3, help="processes in which peak memory is measured")
+    parser.add_argument("--out", type=Path, help="a folder for the results, torch_cuda.json and torch_cuda.md")
     options = parser.parse_args()
     found = []
     for world in options.world:
         for width in options.width:
             result = {"world": world, "width": width, **job(world, "measure", width, options.rounds, options.steps)}
-            result["peak bytes"] = {name: job(world, "peak", name, width)["peak bytes"] for name in VARIANTS}
+            result["bytes of a step"] = job(world, "copies", width)
+            result["peak bytes"] = {
+                name: sorted(job(world, "peak", name, width)["peak bytes"] for _ in range(options.peaks))
+                for name in VARIANTS
+            }
             found.append(result)
             print(json.dumps(result, indent=1), flush=True)
+    facts = {
+        "command": f"python benchmarks/{' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}",
+        "device": ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
+        or f"{os.cpu_count()} cores, {_cpu()}",
+        "versions": f"torch {torch.__version__}, Python {platform.python_version()}, {'NCCL' if gpus else 'gloo'}",
+        "model": f"{LAYERS} blocks, vocabulary {VOCAB}, {BATCH} x {LENGTH} tokens over all ranks, AdamW",
+        "rounds": f"{options.rounds} of {options.steps} steps of each variant, paired",
+    }
+    text = table(facts, found)
+    print(text)
     if options.out:
-        device = torch.cuda.get_device_name() if gpus else platform.processor() or platform.machine()
-        facts = {"torch": torch.__version__, "device": device, "rounds": options.rounds, "steps": options.steps}
-        options.out.write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
+        (options.out / "torch_cuda.json").write_text(json.dumps({**facts, "results": found}, indent=1) + "\n")
+        (options.out / "torch_cuda.md").write_text(text)
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((x.partition(": ")[2] for x in lines if x.startswith("model name")), platform.machine())
 
 
 if __name__ == "__main__":

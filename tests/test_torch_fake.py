@@ -62,6 +62,13 @@ def test_bytes_of_a_rank(world):
         assert p.shape == (stop - start,)
 
 
+@pytest.mark.parametrize("world", [(1024, 0)], indirect=True)
+def test_matrices_that_one_rank_has_to_itself_are_reported(world):
+    model = tb.fully_shard(model_of(1601, 48, 100, 3), units=Layer)
+    (note,) = tb.optim.Muon(model.parameters(), adamw_lr=1e-3).routing.notes
+    assert f"for {world} ranks: 0/weight, 1/down/weight, 1/out/weight and 11 more tensors." in note
+
+
 def test_a_step(world):
     """Forward, backward and an optimizer's step, in blocks of rows; no more is whole than the schedule says."""
     model = tb.fully_shard(model_of(1601, 48, 100, 3), units=Layer, block=rows(8))

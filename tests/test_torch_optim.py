@@ -171,6 +171,8 @@ def test_routing_is_reported_and_overruled():
         "adamw  up/bias       a bias, shape (8,)"
     )
     assert [(group["kind"], group["lr"]) for group in optimizer.param_groups] == [("muon", 0.02), ("adamw", 1e-3)]
+    report = str(tb.optim.Muon(model.named_parameters(), lr=0.05).routing)
+    assert report.endswith("\nAdamW has the learning rate of Muon, 0.05; `adamw_lr=` gives it its own.")
     with pytest.raises(ValueError, match="it is no matrix"):
         tb.optim.Muon(model.named_parameters(), route={"*bias": "muon"})
 

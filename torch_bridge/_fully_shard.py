@@ -84,8 +84,9 @@ def fully_shard(
     place = _device(module, mesh, device)
     made = []
     for part, bucket in zip(parts, buckets, strict=True):
-        drop = reshard_after_forward and part.module is not module
-        made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, drop))
+        inner = part.module is not module
+        when = {"reshard_after_forward": reshard_after_forward and inner, "is_brief": inner or len(parts) == 1}
+        made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, **when))
     runtime = Runtime(made, layout, prefetch, limit)
     runtime.missing_buffers = materialize_buffers(module, place)
     for part, unit in zip(parts, made, strict=True):

@@ -1,4 +1,4 @@
-"""The memory of a bucket on one rank: for each dtype one allocation of shards, and one of whole slabs."""
+"""The memory of a bucket on one rank: for each dtype one allocation of shards, of whole slabs, and of gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,10 +59,20 @@ class Memory:
       shards: the buffer of this rank's parts, zero where no tensor lies.
       wholes: the buffer of gathered slabs, in the dtype of the computation. Its memory comes and goes; it has none
         at first.
+      gradient_dtype, reduce_dtype: in which whole gradients are sent, and summed.
     """
 
-    def __init__(self, slabs: list[SlabRange], dtype: torch.dtype, compute_dtype: torch.dtype, device: torch.device):
-        self.slabs = slabs
+    def __init__(
+        self,
+        slabs: list[SlabRange],
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.slabs, self.gradient_dtype, self.reduce_dtype = slabs, gradient_dtype, reduce_dtype
+        self._gradients: torch.Tensor | None = None
         last = slabs[-1]
         self.shards = torch.zeros(last.shard_start + last.high - last.low, dtype=dtype, device=device)
         self.wholes = torch.empty(last.start + last.numel, dtype=compute_dtype, device=device)
@@ -74,6 +84,22 @@ class Memory:
     def drop(self) -> None:
         """Takes it away. Views of it stay, and are valid again after the next gather."""
         self._resize(0)
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The buffer that whole gradients are to be reduced from; taken when first asked for, of unknown contents."""
+        if self._gradients is None:
+            self._gradients = torch.empty(self.wholes.numel(), dtype=self.gradient_dtype, device=self.wholes.device)
+        return self._gradients
+
+    def has_gradient(self, grad: torch.Tensor) -> bool:
+        """Whether a gradient lies in that buffer."""
+        mine = self._gradients
+        return mine is not None and grad.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
+
+    def forget_gradients(self) -> None:
+        """Leaves that buffer to whoever else holds it."""
+        self._gradients = None
 
     def _resize(self, numel: int) -> None:
         storage, nbytes = self.wholes.untyped_storage(), numel * self.wholes.element_size()
@@ -87,6 +113,8 @@ def allocate(
     rank: int,
     device: torch.device,
     compute_dtype: Callable[[torch.dtype], torch.dtype],
+    reduce_dtype: torch.dtype | None,
+    adds_parts: bool,
 ) -> list[Memory]:
     """The memory of a bucket.
 
@@ -96,6 +124,8 @@ def allocate(
       rank: this one.
       device: where.
       compute_dtype: from the dtype of a slab, that in which it is gathered.
+      reduce_dtype: in which gradients are summed, or None for that of the computation.
+      adds_parts: whether they may be sent as they are and summed in a wider one.
     """
     ends = (0, *accumulate(shares))
     by_dtype: dict[torch.dtype, list[SlabRange]] = {}
@@ -109,7 +139,13 @@ def allocate(
             start = -(-(last.start + last.numel) // step) * step
             shard_start = -(-(last.shard_start + last.high - last.low) // step) * step
         found.append(SlabRange(slab, low, high, ends[-1] * slab.shard_numel, start, shard_start))
-    return [Memory(slabs, dtype, compute_dtype(dtype), device) for dtype, slabs in by_dtype.items()]
+    memories = []
+    for dtype, slabs in by_dtype.items():
+        compute = compute_dtype(dtype)
+        reduce = reduce_dtype or compute
+        sent = compute if adds_parts and compute.itemsize <= reduce.itemsize else reduce
+        memories.append(Memory(slabs, dtype, compute, sent, reduce, device))
+    return memories
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> set[str]:

@@ -1,4 +1,4 @@
-"""One reduction of a unit's gradients: packed once, summed over the ranks, added to what the shards have."""
+"""One reduction of a unit's gradients: packed where they are not yet, summed over the ranks, added to the shards'."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from ragged_jax.layout import Placement
 from ._collectives import Work, start_reduce
 from ._memory import Memory, SlabRange
 from ._views import Seen, stored_part, view_of
+from ._whole import WholeParameter
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Slot:
     seen: Seen
     uses: list[tuple[nn.Module, str]]
     shard: nn.Parameter
-    whole: nn.Parameter
+    whole: WholeParameter
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter in a whole slab."""
@@ -80,7 +81,6 @@ class Reduction:
       slots: the parameters to reduce; their whole gradients are taken away.
       groups: the ranks.
       shares: parts of a slab that each rank holds, or None for one each.
-      dtype: to sum in, or None for that of the computation.
     """
 
     def __init__(
@@ -89,35 +89,37 @@ class Reduction:
         slots: Sequence[Slot],
         groups: Groups,
         shares: tuple[int, ...] | None,
-        dtype: torch.dtype | None,
     ):
         self._memory, self._slots, self._groups = memory, slots, groups
-        kind, device = dtype or memory.wholes.dtype, memory.wholes.device
-        wholes = torch.empty(memory.wholes.numel(), dtype=kind, device=device)
-        self._shards = torch.empty(memory.shards.numel(), dtype=kind, device=device)
         scale = 1 / groups.num_ranks
         # A sum over many ranks overflows float16, so there the mean is taken first.
-        before, self._after = (scale, 1.0) if kind == torch.float16 else (1.0, scale)
+        before, self._after = (scale, 1.0) if memory.reduce_dtype == torch.float16 else (1.0, scale)
         used = list(dict.fromkeys(slot.slab for slot in slots))
-        self._pack(used, wholes)
+        wholes = self._packed(used)
+        self._shards = wholes.new_empty(memory.shards.numel(), dtype=memory.reduce_dtype)
         if before != 1:
             wholes.mul_(before)
         self._reduced = [slab.shard(self._shards) for slab in used]
         packed = [slab.whole(wholes) for slab in used]
         self._work: Work | None = start_reduce(self._reduced, packed, groups.shard, shares)
 
-    def _pack(self, slabs: list[SlabRange], wholes: torch.Tensor) -> None:
+    def _packed(self, slabs: list[SlabRange]) -> torch.Tensor:
+        """The gradients in one buffer, taken away from where they were."""
+        wholes = self._memory.gradients
         used = {id(slot.placement): slot for slot in self._slots if slot.whole.grad is not None}
         for slab in slabs:
             whole, end = slab.whole(wholes), 0
             for placement in slab.slab.placements:
                 if (slot := used.get(id(placement))) and slot.whole.grad is not None:
                     whole[end : placement.offset].zero_()
-                    slot.view(whole).copy_(slot.whole.grad)
+                    if not self._memory.has_gradient(slot.whole.grad):
+                        slot.view(whole).copy_(slot.whole.grad)
                     end = placement.stop
             whole[end:].zero_()
         for slot in self._slots:
             slot.whole.grad = None
+        self._memory.forget_gradients()
+        return wholes
 
     def wait(self) -> None:
         if self._work is not None:

@@ -1,7 +1,7 @@
 """`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -10,19 +10,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ragged_jax.layout import Bucket, named
 
-from ._collectives import Work, start_gather
+from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, allocate
 from ._plan import Part
 from ._reduction import Groups, Reduction, Slot
 from ._views import view_of
+from ._whole import WholeParameter
 
 
 class Unit:
     """A bucket of parameters that are gathered and reduced together.
 
     All slabs of one dtype lie in one allocation, sharded and gathered. Parameters are views of it: nothing is
-    copied on the way in, and gradients once on the way out. Dropping the gathered slabs gives their memory back and
-    keeps the views, so that autograd's graph is valid again when they are gathered again.
+    copied on the way in. On the way out, gradients of linear layers are computed where they are reduced, and others
+    are copied once. Dropping the gathered slabs gives their memory back and keeps the views, so that autograd's
+    graph is valid again when they are gathered again.
 
     Args:
       bucket: its layout.
@@ -32,6 +34,8 @@ class Unit:
       groups: the ranks.
       policy: dtypes to gather, compute and reduce in.
       reshard_after_forward: whether the gathered slabs are dropped between forward and backward.
+      is_brief: whether all of its gradients are made one soon after the other. If not, as in a root around other
+        units, memory for all is not taken with the first.
 
     Attributes:
       missing: names of parameters that were made on `meta` and have no values yet.
@@ -46,18 +50,20 @@ class Unit:
         groups: Groups,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool,
+        is_brief: bool = True,
     ):
         self.bucket, self.shares, self.groups, self.policy = bucket, shares, groups, policy
         self.reshard_after_forward = reshard_after_forward
         self.requires_gradient_sync = True
         self.num_open_backwards = 0  # calls of the module whose backward has begun and not ended
-        self.device = device
+        self.device, self._is_brief = device, is_brief
         self.missing = {name for name, x in part.tensors.items() if x.is_meta}
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
         self._is_whole = False
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
-        self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, self._compute_dtype)
+        dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
+        self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, *dtypes)
         with torch.no_grad():
             self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
         self._shown = [  # looked at before every gather: nothing but what is compared
@@ -78,9 +84,11 @@ class Unit:
             for placement in slab.slab.placements:
                 name = placement.tensor.name
                 tensor, seen = part.tensors[name], part.seen[name]
-                views = (slab.piece(memory.shards.data, placement), view_of(whole, placement, seen))
-                parameters = (nn.Parameter(x, tensor.requires_grad) for x in views)
-                slot = Slot(placement, slab, seen, part.uses[name], *parameters)
+                shard = nn.Parameter(slab.piece(memory.shards.data, placement), tensor.requires_grad)
+                full = WholeParameter(view_of(whole, placement, seen), tensor.requires_grad)
+                slot = Slot(placement, slab, seen, part.uses[name], shard, full)
+                if self._is_brief and full.dtype == memory.gradient_dtype and full.ndim == 2:
+                    full.place = partial(_place, memory, slot)
                 if not tensor.is_meta:
                     slot.take(tensor)
                 slot.show(slot.shard)
@@ -143,9 +151,13 @@ class Unit:
         slabs = [slab for slab in memory.slabs if slab.numel]
         if not slabs:
             return []
-        source = memory.shards.to(wholes.dtype)
-        parts = [slab.whole(wholes) for slab in slabs], [slab.shard(source) for slab in slabs]
-        return [start_gather(*parts, self.groups.shard, self.shares)]
+        shards = [slab.shard(memory.shards) for slab in slabs]
+        if wholes.dtype != memory.shards.dtype or self.shares is not None:  # cast, or sent from where it will lie
+            mine = [slab.whole(wholes)[slab.low : slab.high] for slab in slabs]
+            for place, shard in zip(mine, shards, strict=True):
+                place.copy_(shard)
+            shards = mine
+        return [start_gather([slab.whole(wholes) for slab in slabs], shards, self.groups.shard, self.shares)]
 
     def unshard(self) -> None:
         """Makes the module's parameters whole."""
@@ -199,8 +211,7 @@ class Unit:
             for memory, slots in self._slots:
                 trained = [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel]
                 if any(slot.whole.grad is not None for slot in trained):
-                    dtype = self.policy.reduce_dtype
-                    self._reducing.append(Reduction(memory, trained, self.groups, self.shares, dtype))
+                    self._reducing.append(Reduction(memory, trained, self.groups, self.shares))
 
     def finish_reduce(self) -> None:
         """Waits for the reductions and adds their results to the gradients of the shards."""
@@ -216,3 +227,10 @@ class Unit:
         self._reducing = []
         for slot in self.slots:
             slot.whole.grad = None
+        for memory in self._memories:
+            memory.forget_gradients()
+
+
+def _place(memory: Memory, slot: Slot) -> torch.Tensor:
+    """Where the gradient of a parameter is to be reduced from."""
+    return slot.view(slot.slab.whole(memory.gradients))

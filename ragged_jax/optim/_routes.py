@@ -101,11 +101,13 @@ class Routing:
       shared: for each slab with tensors of both kinds, their names: `(slab, muon, adamw)`.
       wasted_nbytes: of optimizer state over all devices that no tensor needs, because such slabs are kept whole by
         both (in float32, as `muon` keeps it).
+      notes: what else is to be known of this optimizer, a sentence each.
     """
 
     routes: tuple[Route, ...]
     shared: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...]
     wasted_nbytes: int
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Route:
         return next(route for route in self.routes if route.name == name)
@@ -123,7 +125,7 @@ class Routing:
                 f"Each keeps state for all of these slabs: {self.wasted_nbytes:,} bytes that nothing needs. Updates "
                 "are right all the same. To save them, shard with a label for each kind (`label=`)."
             )
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def routing_of(

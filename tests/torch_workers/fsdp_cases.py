@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -161,10 +162,53 @@ def accumulation() -> None:
             torch.testing.assert_close(x, grad, rtol=1e-5, atol=1e-5 * float(grad.abs().max()), msg=name)
 
 
+def products_in_place() -> None:
+    """Gradients of linear layers are written where they are reduced from, also of layers that are used twice.
+
+    But not where autograd is asked for them or a graph of them is, and not through an autocast.
+    """
+    model = make(twice=True)
+    tb.fully_shard(model, units=Block, names=tb.flax_names(model))
+    tb.set_requires_gradient_sync(model, False)
+    loss_of(model, mine(data())[0]).backward()
+    for unit in runtime_of(model).units[1:]:
+        found = {
+            s.placement.tensor.name: m.has_gradient(s.whole.grad)
+            for m, ss in unit._slots
+            for s in ss
+            if s.whole.grad is not None
+        }
+        assert {name for name, inside in found.items() if inside} == {n for n in found if n.endswith("kernel")}, found
+    tb.forget_gradients(model)
+    x = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    layer = tb.fully_shard(nn.Linear(WIDTH, 5))
+    with tb.unsharded(layer):
+        weight, plain = layer.weight, nn.Linear(WIDTH, 5)
+        plain.load_state_dict(layer.state_dict())
+        for inputs in ((x,), (x, weight), (weight,)):
+            for graph in (False, True):
+                got = torch.autograd.grad(layer(x).square().sum(), inputs, create_graph=graph)
+                like = [plain.weight if y is weight else y for y in inputs]
+                want = torch.autograd.grad(plain(x).square().sum(), like, create_graph=graph)
+                for a, b in zip(got, want, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert weight.grad is None
+        with torch.autocast("cpu", torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+
+
 def mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference, model = make(), make()
     tb.fully_shard(model, units=Block, mp_policy=policy)
+    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        loss_of(model, mine(data()[0:1])[0]).backward()
+    # Gradients go as they are, and are summed in float32: what one rank made in bfloat16 is not rounded again.
+    assert {call.args[1].dtype for call in exchange.call_args_list} == {torch.bfloat16}
+    grads = [p.grad for p in model.parameters() if p.grad is not None and p.numel()]
+    assert {g.dtype for g in grads} == {torch.float32}
+    assert dist.get_world_size() == 1 or any(bool((g != g.bfloat16()).any()) for g in grads)
+    model.zero_grad()
     losses, want = torch.stack(train(model, mine(data()))), torch.stack(train(reference, data()))
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=5e-3, atol=0)
@@ -293,6 +337,7 @@ CASES: dict[str, Callable[[], None]] = {
     "uneven": uneven,
     "bytes": bytes_of_a_rank,
     "accumulation": accumulation,
+    "products in place": products_in_place,
     "mixed precision": mixed_precision,
     "evaluation": evaluation,
     "clipping": clipping,

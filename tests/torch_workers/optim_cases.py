@@ -116,11 +116,10 @@ def close_but_for_codes(got: dict[str, torch.Tensor], want: dict[str, torch.Tens
 
 
 def hsdp() -> None:
-    """In ten steps each."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    parity(adamw, torch_adamw, steps=10, mesh=mesh)
-    parity(adamw8bit, block=PATTERN, in_8_bits=True, steps=10, mesh=mesh)
-    parity(muon, steps=10, mesh=mesh)
+    parity(adamw, torch_adamw, mesh=mesh)
+    parity(adamw8bit, block=PATTERN, in_8_bits=True, mesh=mesh)
+    parity(muon, mesh=mesh)
 
 
 def mixed_precision() -> None:

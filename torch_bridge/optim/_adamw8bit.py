@@ -11,14 +11,14 @@ from torch.optim.optimizer import ParamsT
 
 from ragged_jax.optim._blocks import DEFAULT, BlockChoice, check_choice, not_whole
 from ragged_jax.optim._maps import CodeMap, MapName, code_map
-from ragged_jax.optim._reference import power
+from ragged_jax.optim._reference import LARGEST, power
 
 from ._blocks import Quantised, Shape, blocks_of, cut_blocks
 from ._codes import Scratch, decode, encode, flush_, inverse, product, product_, scales_of, sqrt_
 from ._joined import Row, joined, zeros_beside
 from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
 
-CHUNK_ON_CPU, CHUNK = 2**17, 2**26
+CHUNK_ON_CPU, CHUNK = 2**18, 2**26
 
 
 class AdamW8bit(ShardedOptimizer):
@@ -38,7 +38,7 @@ class AdamW8bit(ShardedOptimizer):
       clamp_second_moment: never rounds a second moment to zero unless its whole block is. False is the published
         rule, for exchange with other libraries.
       nesterov: looks one step ahead, as `torch.optim.NAdam` does.
-      chunk: elements that are worked on together: temporaries are a few times as large. By default 2**17 on a CPU
+      chunk: elements that are worked on together: temporaries are a few times as large. By default 2**18 on a CPU
         and 2**26 elsewhere.
 
     Raises:
@@ -172,18 +172,21 @@ class Rules:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The scalars of a step, rounded to float32: decay rates, complements, corrections for the start, the rest."""
+    """The scalars of a step in float32: decay rates, complements, corrections for the start, the rest.
 
-    b1: float
-    b2: float
-    c1: float
-    c2: float
-    eps: float
-    correct1: float
-    correct2: float
-    ahead: float
-    lr: float
-    decay: float
+    On the CPU, wherever the parameters are: what a kernel is given as a number of Python is cast for each call.
+    """
+
+    b1: torch.Tensor
+    b2: torch.Tensor
+    c1: torch.Tensor
+    c2: torch.Tensor
+    eps: torch.Tensor
+    correct1: torch.Tensor
+    correct2: torch.Tensor
+    ahead: torch.Tensor
+    lr: torch.Tensor
+    decay: torch.Tensor
 
     @classmethod
     def of(cls, group: dict[str, Any], count: int) -> "Numbers":
@@ -196,7 +199,7 @@ class Numbers:
             b1, b2, 1 - b1, 1 - b2, group["eps"], left(b1, count), left(b2, count), left(b1, count + 1),
             float(group["lr"]), group["weight_decay"],
         )  # fmt: skip
-        return cls(*(float(np.float32(x)) for x in numbers))
+        return cls(*(torch.tensor(np.float32(x)) for x in numbers))
 
 
 def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row, scratch: Scratch) -> None:
@@ -222,13 +225,16 @@ def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row, scratch: Scra
 def _finite(g: torch.Tensor, scratch: Scratch) -> torch.Tensor:
     """In float32; what is not finite as NaN, what is not normal as zero."""
     g = flush_(scratch("g", g).copy_(g))
-    return g.add_(torch.sub(g, g, out=scratch("scaled", g)))
+    return g.add_(g, alpha=0)  # infinity times zero is NaN
 
 
 def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scratch: Scratch) -> None:
-    flush_(product_(m, n.b1).add_(product(g, n.c1, scratch("scaled", g))))
+    part = flush_(torch.mul(g, n.c1, out=scratch("scaled", g)))
+    if n.c1 > 0.125:  # else no finite number reaches 2**125
+        part.clamp_(-float(LARGEST), float(LARGEST))
+    flush_(product_(m, n.b1).add_(part))
     square = product(g, g, scratch("scaled", g))
-    flush_(product_(v, n.b2).add_(product_(square, n.c2)))
+    flush_(product_(v, n.b2).add_(flush_(square.mul_(n.c2))))
 
 
 def _direction(

@@ -43,20 +43,24 @@ def flush_(x: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten.hardshrink.out(x, _SUBNORMAL, out=x)
 
 
-def product_(x: torch.Tensor, y: torch.Tensor | float) -> torch.Tensor:
+def product_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """`x * y` in place of `x`, saturating at 2**125. NaN stays NaN."""
     return flush_(x.mul_(y)).clamp_(-_LARGEST, _LARGEST)
 
 
-def product(x: torch.Tensor, y: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The same in `out`."""
     return flush_(torch.mul(x, y, out=out)).clamp_(-_LARGEST, _LARGEST)
 
 
 def sqrt_(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """The square root, rounded right, as torch's own in float32 on a CPU is not."""
+    """The square root, rounded right, as torch's own in float32 on a CPU is not; NaN stays NaN."""
     if x.device.type != "cpu":
         return x.sqrt_()
+    if torch.get_num_threads() == 1:
+        numbers = x.numpy()
+        np.sqrt(numbers, out=numbers)
+        return x
     return x.copy_(scratch("root", x, torch.float64).copy_(x).sqrt_())
 
 
@@ -86,8 +90,12 @@ def encode(
     entry carries over where they exceed that midpoint's.
     """
     bits = torch.mul(x, inverses, out=scratch("scaled", x)).view(torch.int32)
-    low = torch.bitwise_right_shift(bits, 31, out=scratch("low", x, torch.int32))
-    low.bitwise_xor_(bits).bitwise_and_(0xFFFF)  # inverted for negative numbers, so that it rises
+    low = scratch("low", x, torch.int32)
+    if table.signed:
+        torch.bitwise_right_shift(bits, 31, out=low)
+        low.bitwise_xor_(bits).bitwise_and_(0xFFFF)  # inverted for negative numbers, so that it rises
+    else:
+        torch.bitwise_and(bits, 0xFFFF, out=low)
     cell = bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
     code = scratch("cell", x, torch.int32)
     torch.index_select(_cells(table, x.device), 0, cell.view(-1), out=code.view(-1))

@@ -1,6 +1,7 @@
 """Muon: every matrix is gathered once to one rank, orthogonalised there, and sent back."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class Muon(ShardedOptimizer):
     Args:
       params: parameters, named parameters or groups. The names of ordinary parameters decide where they go, so give
         `module.named_parameters()`; those of a sharded module are known.
-      lr: of Muon, and of AdamW if it has none of its own.
+      lr: of Muon, and of AdamW if that has none of its own.
       momentum: decay of the momentum, a mean of gradients.
       nesterov: mix the gradient into its momentum once more.
       weight_decay: of Muon's tensors, times the learning rate.
@@ -47,7 +48,8 @@ class Muon(ShardedOptimizer):
       steps: of Newton-Schulz.
       scale: what updates are multiplied with by shape: `spectral`, which is what `torch.optim.Muon` calls original,
         `spectral_unclamped`, `match_rms_adamw`, or None.
-      adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
+      adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW. Without `adamw_lr` it has Muon's rate, which is
+        large for AdamW (3e-4 is common); `routing` says so.
       route: overrules the default: a mapping from patterns of the tensor's path to `"muon"` or `"adamw"`, or a
         function of path and shape that says so, or None for what it has no opinion on.
       dims: which dims of a tensor are a matrix: `MatrixDims` for all, a mapping from patterns of the path to them, or
@@ -99,6 +101,7 @@ class Muon(ShardedOptimizer):
         self._owners: dict[tuple[int, ...], Owners] = {}
         self._runs: dict[tuple[int, ...], Runs] = {}
         self._forms: dict[torch.Tensor, Form] = {}
+        self._with_lr_of_muon: list[int] = []
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,7 +109,8 @@ class Muon(ShardedOptimizer):
         given = {**self._given, **param_group}
         scale_factor(given["scale"], 1, 1)
         coefficient_rows(given["coefficients"], given["steps"])
-        if given["adamw_lr"] is None or ("lr" in param_group and "adamw_lr" not in param_group):
+        lent = given["adamw_lr"] is None or ("lr" in param_group and "adamw_lr" not in param_group)
+        if lent:
             given["adamw_lr"] = given["lr"]
         some = param_group["params"]
         some = [some] if isinstance(some, torch.Tensor) else list(some)
@@ -121,6 +125,8 @@ class Muon(ShardedOptimizer):
         names = {} if all(isinstance(x, torch.Tensor) for x in some) else {"param_names": []}  # all or none
         for kind, members in kinds.items():
             super().add_param_group({"params": members, "kind": kind, **names, **options[kind]})
+        if lent and kinds["adamw"]:
+            self._with_lr_of_muon.append(len(self.param_groups) - 1)
 
     def _check(self, group: dict[str, Any]) -> None:
         if group["kind"] == "muon":
@@ -130,9 +136,29 @@ class Muon(ShardedOptimizer):
 
     @property
     def routing(self) -> Routing:
-        """Which tensors Muon has, as which matrices, and which AdamW, and why. Prints as a table."""
+        """Which tensors Muon has, as which matrices, and which AdamW, and why. Prints as a table.
+
+        Its notes say where AdamW has Muon's learning rate, and which matrices the ranks will wait for.
+        """
         params = [p for group in self.param_groups for p in group["params"]]
-        return routing_of_locals([self.local(p) for p in params], self._route, self._dims)
+        found = routing_of_locals([self.local(p) for p in params], self._route, self._dims)
+        return replace(found, notes=(*self._notes_on_rates(), *self._notes_on_owners()))
+
+    def _notes_on_rates(self) -> Iterable[str]:
+        if lent := sorted({f"{float(self.param_groups[i]['lr']):g}" for i in self._with_lr_of_muon}):
+            yield f"AdamW has the learning rate of Muon, {', '.join(lent)}; `adamw_lr=` gives it its own."
+
+    def _notes_on_owners(self) -> Iterable[str]:
+        groups = (group for group in self.param_groups if group["kind"] == "muon")
+        trained = [p for group in groups for p in group["params"] if p.requires_grad]
+        for owners in (self._owners_of(params) for params in _by_runtime(self, trained)):
+            if large := owners.too_large:
+                more = f" and {len(large) - 3} more tensors" if len(large) > 3 else ""
+                yield (
+                    f"With matrices of more than a fair share of the work for {owners.plan.num_shards} ranks: "
+                    f"{', '.join(large[:3])}{more}. A matrix has one owner, for whom the others wait: products take "
+                    f"{owners.plan.imbalance:.2f} times as long as if they were spread evenly."
+                )
 
     def _make_state(self, group: dict[str, Any], params: list[torch.Tensor]) -> None:
         if group["kind"] == "adamw":

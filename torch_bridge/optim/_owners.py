@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ragged_jax.layout import Buffer
 from ragged_jax.optim._forms import Form
-from ragged_jax.planner import Exchange, assign_owners, hardware, owner_exchange
+from ragged_jax.planner import SHARDED, Exchange, assign_owners, hardware, owner_exchange
 
 from .._collectives import Work
 from .._runtime import Runtime
@@ -47,6 +47,8 @@ class Owners:
 
     Attributes:
       plan: the owners.
+      too_large: tensors with a matrix that is more than a fair share of the work. JAX shards its products; here the
+        ranks wait for its owner.
       owned: what this rank works on.
     """
 
@@ -59,7 +61,9 @@ class Owners:
             for name, form in forms.items()
             for index in range(layout.locate(name).placement.tensor.numel // form.numel)
         }
-        self.plan = assign_owners(items, layout.num_shards, layout=layout).settled()
+        fair = assign_owners(items, layout.num_shards, layout=layout)
+        large = {m.tensor for m, owner in zip(fair.matrices, fair.owners, strict=True) if owner == SHARDED}
+        self.plan, self.too_large = fair.settled(), sorted(large)
         profile = hardware("cpu" if self._device.type == "cpu" else "h100")
         there = owner_exchange(layout, self.plan, profile, uneven=True, dtype="float32")
         self._there = [_Moves(x, rank, layout.num_shards) for x in there]
