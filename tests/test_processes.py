@@ -96,6 +96,8 @@ def pair(tmp_path_factory) -> dict:
             "restoring",
             "the states to restore differ between processes, so none of them goes on:\n  extra: ",
         ),
+        ("not there", "opened: yes on process 0; FileNotFoundError: there is no checkpoint of step 1 in"),
+        ("restoring a text", "known: yes on process 0; TypeError: a checkpoint holds arrays and numbers"),
         ("damaged", "restored: yes on process 0; CheckpointError:"),
         ("facts", "the checkpoints differ between processes, so none of them goes on:\n  step: 0 on process 0; 1 on"),
     ],

@@ -116,6 +116,10 @@ def checkpointing(mesh) -> None:
             ),
         }
     RESULTS["disagreeing"]["restoring"] = failing(lambda: rj.Checkpointer(OUT / "of_two").restore(odd))
+    there = OUT / "of_one" if RANK == 0 else OUT / "nowhere"
+    RESULTS["disagreeing"]["not there"] = failing(lambda: rj.Checkpointer(there).restore(like, step=1))
+    text = {**like, "text": "?"} if RANK else like
+    RESULTS["disagreeing"]["restoring a text"] = failing(lambda: rj.Checkpointer(OUT / "of_two").restore(text))
     damaged = OUT / "of_one" if RANK == 0 else OUT / "damaged"  # what one process reads is not what was written
     RESULTS["disagreeing"]["damaged"] = failing(lambda: rj.Checkpointer(damaged).restore(like, step=1))
 

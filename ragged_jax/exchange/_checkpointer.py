@@ -1,6 +1,7 @@
 """`Checkpointer`: saves a JAX training state while the training goes on, and restores it on other devices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,34 +83,55 @@ class Checkpointer(BaseCheckpointer):
           CheckpointError: it is damaged, or not of such a state; everything that is wrong is named.
           ValueError: of several processes, one wants another state or could not read its part; the same on all.
         """
-        with self.open(step) as checkpoint:
-            return restore_from(checkpoint, like, cast=cast, fewer_layers=fewer_layers, timeout=self._timeout)
+        how: dict[str, Any] = {"cast": cast, "fewer_layers": fewer_layers, "timeout": self._timeout}
+        return restore_from(lambda _: self.open(step), like, before=self.wait, **how)
 
 
 def restore_from(
-    checkpoint: Checkpoint, like: T, *, cast: bool = False, fewer_layers: bool = False, timeout: float = 600.0
+    opened: Callable[[Mapping[str, TensorEntry]], Checkpoint],
+    like: T,
+    *,
+    cast: bool = False,
+    fewer_layers: bool = False,
+    timeout: float = 600.0,
+    before: Callable[[], object] = lambda: None,
 ) -> T:
-    """A state from an open checkpoint of any kind; see `Checkpointer.restore`.
+    """A state from a checkpoint of any kind; see `Checkpointer.restore`.
 
     What the processes want is compared before anything is read, and no process goes on when another one has failed.
+
+    Args:
+      opened: opens the checkpoint, given the tensors that are wanted.
+      before: what comes first and may fail.
     """
-    items, build = items_of(like)
-    wanted = {n: t for item in items for n, t in item.tensors().items()}
     same = partial(check_same_on_all_processes, what="the states to restore", timeout_s=timeout)
-    same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
-    try:
+
+    @contextmanager
+    def together(what: str) -> Iterator[None]:
         try:
-            check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
-        except CheckpointError as error:
-            raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
-        slabs = [at for at, item in enumerate(items) if item.held is not None]
-        done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
-        rest = (at for at in range(len(items)) if at not in done)  # here, where the caller's context mesh is known
-        done |= {at: restored(checkpoint, items[at], cast) for at in rest}
-    except Exception as error:
-        same({"restored": f"{type(error).__name__}: {error}"})
-        raise
-    same({"restored": "yes"})
+            yield
+        except Exception as error:
+            same({what: f"{type(error).__name__}: {error}"})
+            raise
+        same({what: "yes"})
+
+    with ExitStack() as stack:
+        with together("known"):  # on its own: to open may take all processes
+            before()
+            items, build = items_of(like)
+            wanted = {n: t for item in items for n, t in item.tensors().items()}
+        with together("opened"):
+            checkpoint = stack.enter_context(opened(wanted))
+        same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
+        with together("restored"):
+            try:
+                check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
+            except CheckpointError as error:
+                raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
+            slabs = [at for at, item in enumerate(items) if item.held is not None]
+            done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+            rest = (at for at in range(len(items)) if at not in done)  # here, where the context mesh is known
+            done |= {at: restored(checkpoint, items[at], cast) for at in rest}
     return build([done[at] for at in range(len(items))])
 
 

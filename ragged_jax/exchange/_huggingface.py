@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from ..checkpoint import CheckpointDirectory, open_huggingface, write_huggingface
+from ..checkpoint import Checkpoint, CheckpointDirectory, TensorEntry, open_huggingface, write_huggingface
 from ..fsdp import check_same_on_all_processes
 from ..layout import NameMap
 from ._checkpointer import Checkpointer, from_first, restore_from
-from ._state import items_of
 
 T = TypeVar("T")
 _MODEL = "model"
@@ -48,10 +47,12 @@ def load_huggingface(path: str | Path, like: T, names: NameMap | None = None, *,
       array([[0., 1., 2.],
              [3., 4., 5.]], dtype=float32)
     """
-    items, _ = items_of({_MODEL: like})
-    wanted = {n.removeprefix(f"{_MODEL}/"): tuple(t.shape) for item in items for n, t in item.tensors().items()}
-    with open_huggingface(path, names, prefix=_MODEL, targets=wanted) as checkpoint:
-        return restore_from(checkpoint, {_MODEL: like}, cast=cast)[_MODEL]
+
+    def opened(wanted: Mapping[str, TensorEntry]) -> Checkpoint:
+        targets = {name.removeprefix(f"{_MODEL}/"): tuple(tensor.shape) for name, tensor in wanted.items()}
+        return open_huggingface(path, names, prefix=_MODEL, targets=targets)
+
+    return restore_from(opened, {_MODEL: like}, cast=cast)[_MODEL]
 
 
 def save_huggingface(

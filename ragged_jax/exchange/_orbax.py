@@ -5,6 +5,7 @@ Orbax saves arrays. A padded slab that it saves on 8 devices does not fit on 5, 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,9 +106,7 @@ def load_orbax(path: str | Path, like: T, *, cast: bool = False, fewer_layers: b
       >>> rj.full_params(load_orbax(path, {"params": like})["params"])["w"].sum()
       np.float32(24.0)
     """
-    items, _ = items_of(like)
-    wanted = {name: entry for item in items for name, entry in item.tensors().items()}
-    return restore_from(OrbaxFolder(path, wanted), like, cast=cast, fewer_layers=fewer_layers)
+    return restore_from(partial(OrbaxFolder, path), like, cast=cast, fewer_layers=fewer_layers)
 
 
 class OrbaxFolder(RowMajor):
