@@ -17,7 +17,7 @@ SMALLEST = [
     "optimizer_study --seeds 1 --steps 2 --depth 1 --width 64",
     "padding --models gpt2_124m --shards 8 --blocks row",
     "step_time --devices 2 --variants scan --dtypes float32 --layers 1 --rounds 1",
-    "torch_cuda --world 2 --width 64 --rounds 2 --steps 1",
+    "torch_cuda --world 2 --width 64 --rounds 2 --steps 1 --peaks 1",
     "torch_optim --layers 1 --widths 64 --rounds 1",
 ]
 

@@ -13,7 +13,6 @@ from ragged_jax.layout import Placement
 from ._collectives import Work, start_reduce
 from ._memory import Memory, SlabRange
 from ._views import Seen, stored_part, view_of
-from ._whole import WholeParameter
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Slot:
     seen: Seen
     uses: list[tuple[nn.Module, str]]
     shard: nn.Parameter
-    whole: WholeParameter
+    whole: nn.Parameter
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter in a whole slab."""

@@ -8,14 +8,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import Bucket, named
+from ragged_jax.layout import Bucket, Placement, named
 
 from ._collectives import Work, adds_parts, start_gather
-from ._memory import Memory, allocate
+from ._memory import Memory, SlabRange, allocate
 from ._plan import Part
 from ._reduction import Groups, Reduction, Slot
-from ._views import view_of
+from ._views import Seen, view_of
 from ._whole import WholeParameter
+
+PLACED_NUMEL = 2**16  # of smaller gradients a copy costs less than a product that is called from Python
 
 
 class Unit:
@@ -85,10 +87,14 @@ class Unit:
                 name = placement.tensor.name
                 tensor, seen = part.tensors[name], part.seen[name]
                 shard = nn.Parameter(slab.piece(memory.shards.data, placement), tensor.requires_grad)
-                full = WholeParameter(view_of(whole, placement, seen), tensor.requires_grad)
+                view = view_of(whole, placement, seen)
+                placed = self._is_brief and view.dtype == memory.gradient_dtype and view.ndim == 2
+                if placed and view.numel() >= PLACED_NUMEL:
+                    full = WholeParameter(view, tensor.requires_grad)
+                    full.place = partial(_place, memory, slab, placement, seen)
+                else:
+                    full = nn.Parameter(view, tensor.requires_grad)
                 slot = Slot(placement, slab, seen, part.uses[name], shard, full)
-                if self._is_brief and full.dtype == memory.gradient_dtype and full.ndim == 2:
-                    full.place = partial(_place, memory, slot)
                 if not tensor.is_meta:
                     slot.take(tensor)
                 slot.show(slot.shard)
@@ -231,6 +237,6 @@ class Unit:
             memory.forget_gradients()
 
 
-def _place(memory: Memory, slot: Slot) -> torch.Tensor:
+def _place(memory: Memory, slab: SlabRange, placement: Placement, seen: Seen) -> torch.Tensor:
     """Where the gradient of a parameter is to be reduced from."""
-    return slot.view(slot.slab.whole(memory.gradients))
+    return view_of(slab.whole(memory.gradients), placement, seen)

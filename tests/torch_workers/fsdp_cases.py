@@ -15,8 +15,10 @@ from torch_jobs import run_cases
 
 import torch_bridge as tb
 from ragged_jax.layout import rows, whole
+from torch_bridge import _unit
 from torch_bridge._fully_shard import runtime_of
 
+_unit.PLACED_NUMEL = 48 * 3 * 48  # that of `mix`, and not of the others
 VOCAB, WIDTH, STEPS, BATCH = 1601, 48, 20, 24
 
 
@@ -163,7 +165,7 @@ def accumulation() -> None:
 
 
 def products_in_place() -> None:
-    """Gradients of linear layers are written where they are reduced from, also of layers that are used twice.
+    """Large gradients of linear layers are written where they are reduced from, also of layers that are used twice.
 
     But not where autograd is asked for them or a graph of them is, and not through an autocast.
     """
@@ -178,12 +180,14 @@ def products_in_place() -> None:
             for s in ss
             if s.whole.grad is not None
         }
-        assert {name for name, inside in found.items() if inside} == {n for n in found if n.endswith("kernel")}, found
+        assert {name for name, inside in found.items() if inside} == {n for n in found if n.endswith("mix/kernel")}, (
+            found
+        )
     tb.forget_gradients(model)
     x = torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    layer = tb.fully_shard(nn.Linear(WIDTH, 5))
+    layer = tb.fully_shard(nn.Linear(WIDTH, 150))
     with tb.unsharded(layer):
-        weight, plain = layer.weight, nn.Linear(WIDTH, 5)
+        weight, plain = layer.weight, nn.Linear(WIDTH, 150)
         plain.load_state_dict(layer.state_dict())
         for inputs in ((x,), (x, weight), (weight,)):
             for graph in (False, True):
@@ -191,7 +195,7 @@ def products_in_place() -> None:
                 like = [plain.weight if y is weight else y for y in inputs]
                 want = torch.autograd.grad(plain(x).square().sum(), like, create_graph=graph)
                 for a, b in zip(got, want, strict=True):
-                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
         assert weight.grad is None
         with torch.autocast("cpu", torch.bfloat16):
             assert layer(x).dtype == torch.bfloat16
