@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,41 @@ from ._memory import Memory, SlabRange
 from ._views import Seen, stored_part, view_of
 
 
-@dataclass(frozen=True)
 class Groups:
     """The ranks that take part.
 
-    Attributes:
+    They are torch's own, and are not kept alive: a group that a module holds to the end of a program takes gloo's
+    threads down with it, and the process is aborted after all its work.
+
+    Args:
       shard: those that share the model.
       replicate: those that hold the same part of it, or None.
       mesh: where they come from, if it was given.
     """
 
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
+    def __init__(
+        self, shard: dist.ProcessGroup, replicate: dist.ProcessGroup | None = None, mesh: DeviceMesh | None = None
+    ):
+        self._shard, self._replicate = ref(shard), None if replicate is None else ref(replicate)
+        self.mesh = mesh
+
+    @property
+    def shard(self) -> dist.ProcessGroup:
+        return _alive(self._shard)
+
+    @property
+    def replicate(self) -> dist.ProcessGroup | None:
+        return None if self._replicate is None else _alive(self._replicate)
 
     @property
     def num_ranks(self) -> int:
         return dist.get_world_size(self.shard) * (dist.get_world_size(self.replicate) if self.replicate else 1)
+
+
+def _alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    if (found := group()) is None:
+        raise RuntimeError("the process group of this module was destroyed")
+    return found
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,8 @@ class Owners:
 
     def __init__(self, runtime: Runtime, forms: Mapping[str, Form]):
         unit, layout = runtime.units[0], runtime.layout
-        self._group, self._device = unit.groups.shard, unit.device
-        rank = dist.get_rank(self._group)
+        self._groups, self._device = unit.groups, unit.device
+        rank = dist.get_rank(self._groups.shard)
         items = {
             form.matrix(name, index): form
             for name, form in forms.items()
@@ -78,11 +78,11 @@ class Owners:
     def start(self, shards: Buffers) -> "Sending":
         """Starts to send this rank's parts of the matrices to their owners, from buffers `(bucket, slab)`."""
         own = {b: torch.empty(numel, device=self._device) for b, numel in self._numels.items()}
-        return Sending(self._there, shards, own, self._group)
+        return Sending(self._there, shards, own, self._groups.shard)
 
     def send_back(self, own: Buffers, shards: Buffers) -> None:
         """Writes what owners have made into the buffers that the matrices came from."""
-        Sending(self._back, own, shards, self._group).wait()
+        Sending(self._back, own, shards, self._groups.shard).wait()
 
 
 class Sending:
