@@ -28,6 +28,7 @@ from ragged_jax.checkpoint import (
     _room,
     _write,
 )
+from ragged_jax.checkpoint._saving import Saving
 from ragged_jax.layout import Bucket, Layout, Placement, Slab, TensorSpec
 
 HERE = Path(__file__).parent
@@ -362,6 +363,28 @@ def test_a_full_disk_of_one_rank_fails_all(tmp_path, monkeypatch, rank):
     got = together(*(lambda r=r: save_as(r, tmp_path, timeout=600.0) for r in range(3)))
     all_the_same(got, f"step 3 was not saved: rank {rank}: OSError: [Errno 28] No space left on device")
     assert os.listdir(tmp_path) == [".step.r.error"]
+
+
+def test_a_rank_that_fails_late_takes_nothing_away(tmp_path, monkeypatch):
+    """Once a rank has said that its files are written, the first may finish before it hears of a failure."""
+    wait, first_said = Saving._wait, Saving._first_said
+
+    def fails(self, ready, whom):
+        if self.rank == 1 and whom == "rank 0 to finish":
+            raise TimeoutError("too slow")
+        wait(self, ready, whom)
+
+    def too_late(self, mine):
+        wait(self, (tmp_path / "step_00000003").exists, "rank 0")
+        return first_said(self, mine)
+
+    monkeypatch.setattr(Saving, "_wait", fails)
+    monkeypatch.setattr(Saving, "_first_said", too_late)
+    got = together(*(lambda r=r: save_as(r, tmp_path) for r in range(3)))
+    assert got[0] == tmp_path / "step_00000003"
+    assert isinstance(got[1], TimeoutError)
+    with CheckpointDirectory(tmp_path).open(3) as checkpoint:
+        assert checkpoint.verify() == []
 
 
 def test_a_rank_without_room_for_a_reason(tmp_path):

@@ -142,7 +142,7 @@ def allocate(
     memories = []
     for dtype, slabs in by_dtype.items():
         compute = compute_dtype(dtype)
-        reduce = reduce_dtype or compute
+        reduce = reduce_dtype if reduce_dtype and compute.is_floating_point else compute
         sent = compute if adds_parts and compute.itemsize <= reduce.itemsize else reduce
         memories.append(Memory(slabs, dtype, compute, sent, reduce, device))
     return memories

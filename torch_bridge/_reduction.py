@@ -128,10 +128,11 @@ class Reduction:
         for slab in slabs:
             whole, end = slab.whole(wholes), 0
             for placement in slab.slab.placements:
-                if (slot := used.get(id(placement))) and slot.whole.grad is not None:
+                if (slot := used.get(id(placement))) and (grad := slot.whole.grad) is not None:
                     whole[end : placement.offset].zero_()
-                    if not self._memory.has_gradient(slot.whole.grad):
-                        slot.view(whole).copy_(slot.whole.grad)
+                    grad = grad.to_dense() if grad.is_sparse else grad
+                    if not self._memory.has_gradient(grad):
+                        slot.view(whole).copy_(grad)
                     end = placement.stop
             whole[end:].zero_()
         for slot in self._slots:
@@ -150,9 +151,11 @@ class Reduction:
         if self._groups.replicate is not None:
             for shard in self._reduced:
                 dist.all_reduce(shard, group=self._groups.replicate)
-        means = self._shards.to(self._memory.shards.dtype)
-        if self._after != 1:
+        dtype = self._memory.shards.dtype
+        means = self._shards.to(torch.promote_types(dtype, self._shards.dtype))
+        if self._after != 1:  # before a sum that a narrower dtype does not hold is cast to it
             means.mul_(self._after)
+        means = means.to(dtype)
         for slot in self._slots:
             piece = slot.slab.piece(means, slot.placement)
             slot.shard.grad = piece if slot.shard.grad is None else slot.shard.grad.add_(piece)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ragged_jax.layout import Layout, named
@@ -47,8 +48,9 @@ class Runtime:
         def after(_, args, output):
             return self._after(unit, output)
 
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
-        module.register_forward_hook(after)
+        eager: Any = torch.compiler.disable  # graphs end there: what is gathered and dropped is no part of them
+        module.register_forward_pre_hook(eager(before), with_kwargs=True, prepend=True)
+        module.register_forward_hook(eager(after))
 
     def _before(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if self.in_backward and torch._C._current_graph_task_id() == -1:
@@ -165,7 +167,8 @@ class _AfterBackward(torch.autograd.Function):
         return inputs
 
     @staticmethod
-    def backward(ctx, *grads):
+    @once_differentiable  # the weights are gone by then
+    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.unit.num_open_backwards -= 1
         ctx.runtime.after_backward(ctx.unit)
         return (None, None, *grads)

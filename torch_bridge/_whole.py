@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 
 class WholeParameter(nn.Parameter):
@@ -25,17 +26,27 @@ class WholeParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not all(issubclass(cls, kind) for kind in types):  # another subclass is to see an ordinary parameter
+            args, kwargs = tree_map_only(cls, _as_tensor, (args, kwargs))
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             if func is F.linear and torch.is_grad_enabled():
-                return _linear(*args, **(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+                return _linear(*args, **kwargs)
+            return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return nn.Parameter(self.data, self.requires_grad).__reduce_ex__(protocol)
 
 
+def _as_tensor(x: torch.Tensor) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(torch.Tensor)
+
+
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     placed = isinstance(weight, WholeParameter) and weight.place is not None and weight.requires_grad
+    placed = placed and (bias is None or bias.ndim == 1)
     return (_Linear.apply if placed and _is_plain(input, weight) else F.linear)(input, weight, bias)
 
 
@@ -63,12 +74,16 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         with torch._C.DisableTorchFunctionSubclass():
-            rows = grad.reshape(-1, grad.shape[-1])
+            rows = _rows(grad)
             return (
-                grad @ weight if for_x else None,
-                _accumulate(ctx, rows.mT, x.reshape(-1, x.shape[-1])) if for_weight else None,
+                grad @ weight.conj() if for_x else None,
+                _accumulate(ctx, rows.mT, _rows(x).conj()) if for_weight else None,
                 rows.sum(0) if for_bias else None,
             )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _accumulate(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:

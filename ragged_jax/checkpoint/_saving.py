@@ -120,8 +120,13 @@ class Saving:
     def _follow(self, final: Path, declared: Manifest, parts: Iterable[Part], layouts: Mapping[str, Layout]) -> None:
         self._wait(self.folder.exists, "rank 0 to begin")
         self._say("claim", declared)
-        self._say("part", self._write(declared, parts, layouts))
-        sync_folder(self.folder)
+        try:
+            mine = self._write(declared, parts, layouts)
+            sync_folder(self.folder)
+            self._say("part", mine)
+        except Exception:
+            self._make_room()
+            raise
         gone: list[float] = []
 
         def finished() -> bool:
@@ -190,10 +195,9 @@ class Saving:
         return CheckpointError(f"step {self.step} was not saved: a rank failed and had no room to say why")
 
     def _fail(self, error: BaseException) -> Exception:
-        """Makes it known that this rank has failed and removes what it wrote. Returns what all ranks are to raise."""
-        for path in self.folder.glob(f"*.{self.rank:05d}.safetensors"):  # on a full disk, room for the message
-            with contextlib.suppress(OSError):
-                path.unlink()
+        """Makes it known that this rank has failed. Returns what all ranks are to raise."""
+        if self.rank == 0:
+            self._make_room()
         if isinstance(error, _OF_THE_SAVE) and getattr(error, "errno", None) is None:
             said: Exception = error
         else:
@@ -208,6 +212,12 @@ class Saving:
             discard(doomed)
             discard(self.folder)
         return said
+
+    def _make_room(self) -> None:
+        """Removes the files of this rank: on a full disk, room for the message. Not once rank 0 may count on them."""
+        for path in self.folder.glob(f"*.{self.rank:05d}.safetensors"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
     def _first_said(self, mine: Exception) -> Exception:
         """What the first rank that failed says, which may be this one."""

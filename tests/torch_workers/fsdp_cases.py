@@ -1,6 +1,7 @@
 """What every rank of a gloo job does with `torch_bridge.fully_shard`: `fsdp_cases.py RANK SIZE STORE OUT`."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -201,6 +202,71 @@ def products_in_place() -> None:
             assert layer(x).dtype == torch.bfloat16
 
 
+class Oddities(nn.Module):
+    """Complex weights, no features, a bias for each row, sparse gradients, a subclass of tensors."""
+
+    class Named(torch.Tensor):
+        pass
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(30, 6, sparse=True)
+        self.wave = nn.Linear(6, 6, dtype=torch.complex64)
+        self.narrow, self.widen = nn.Parameter(torch.zeros(0, 6)), nn.Parameter(torch.zeros(6, 0))
+        self.rows = nn.Parameter(torch.randn(2, 6))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, tokens):
+        x = torch.view_as_real(self.wave(self.embed(tokens) * (1 + 2j)))[..., 1]
+        x = torch.stack([nn.functional.linear(pair, self.last.weight, self.rows) for pair in x.split(2)])
+        x = x + nn.functional.linear(nn.functional.linear(x, self.narrow), self.widen)
+        x = self.last(x.as_subclass(self.Named))
+        assert type(x) is self.Named
+        return x.as_subclass(torch.Tensor)
+
+
+def oddities() -> None:
+    size, tokens = dist.get_world_size(), torch.arange(24).reshape(12, 2)[:, 0] % 30
+    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(reduce_dtype=torch.float64)):
+        torch.manual_seed(0)
+        reference = Oddities()
+        torch.manual_seed(0)
+        model = tb.fully_shard(Oddities(), mp_policy=policy)
+        for m, batch in ((reference, tokens), (model, tokens.chunk(size)[dist.get_rank()])):
+            m(batch).square().mean().backward()
+            with torch.no_grad():
+                for p in m.parameters():
+                    p -= p.grad.to_dense() if p.grad.is_sparse else p.grad
+        compare_states(tb.full_state_dict(model), reference.state_dict())
+    x = torch.randn(4, 6, requires_grad=True)
+    layer = tb.fully_shard(nn.Linear(6, 6))
+    (grad,) = torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)
+    with raises("differentiate twice"):
+        grad.square().sum().backward()
+
+
+def a_sum_that_float16_does_not_hold() -> None:
+    layer = tb.fully_shard(
+        nn.Linear(1, 1, bias=False).half(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    )
+    (layer(torch.ones(1, 1).half()) * 40000).sum().backward()
+    assert all(float(p.grad) == 40000 for p in layer.parameters() if p.numel())
+
+
+def compiled() -> None:
+    def make_compiled():
+        model = make()
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+    reference, model = make(), make_compiled()
+    tb.fully_shard(model, units=Block)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo looks at gradients of tensors that are no leaves
+        compare(model, train(model, mine(data()[:3])), reference, train(reference, data()[:3]))
+
+
 def mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     reference, model = make(), make()
@@ -342,6 +408,8 @@ CASES: dict[str, Callable[[], None]] = {
     "bytes": bytes_of_a_rank,
     "accumulation": accumulation,
     "products in place": products_in_place,
+    "oddities": oddities,
+    "float16": a_sum_that_float16_does_not_hold,
     "mixed precision": mixed_precision,
     "evaluation": evaluation,
     "clipping": clipping,
@@ -360,5 +428,5 @@ if __name__ == "__main__":
     rank, size, *files = sys.argv[1:]
     cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
     if size == "2":
-        cases |= optim_cases.TWO_RANKS
+        cases |= optim_cases.TWO_RANKS | {"compiled": compiled}
     run_cases(cases, int(rank), int(size), *files)
