@@ -52,7 +52,9 @@ def test_axes(shard, kwargs, match):
         (lambda: tree(units="layers/*", stacked="w"), "stacked='w' matches no unit; the units are layers/0"),
         (lambda: tree(block={"w": 32}), "is 32, not a Block"),
         (lambda: rj.fully_shard(make_sharded(4), make_mesh(4), axis="fsdp"), r"fully sharded already, at .*root"),
+        (lambda: tree(params=tree()), "the tree is sharded already"),
         (lambda: tree(plan=rj.plan(PARAMS, 8)), "for 8 shards, the mesh has 4"),
+        (lambda: tree(plan="layout.json"), "plan='layout.json' is neither a plan nor a layout"),
         (
             lambda: tree(plan=rj.plan({**PARAMS, "w": np.ones((5, 3))}, 4)),
             r"w: planned .*\(5, 3\).*model has .*\(6, 3\)",

@@ -143,7 +143,7 @@ def test_ties_ignored_and_optional_names():
 def test_the_shapes_that_are_wanted_say_how_a_dim_is_split():
     theirs = {name: mapped.shape for name, mapped in BERT.apply(bert(2)).items()}
     assert {n: m.shape for n, m in BERT.inverse.apply(theirs, bert(2)).items()} == bert(2)
-    with pytest.raises(NameMapError, match="6 leaves open how large heads and features"):
+    with pytest.raises(NameMapError, match=r"6 leaves open how large heads and features .*; say so in `sizes`"):
         BERT.inverse.apply(theirs)
 
 

@@ -138,6 +138,11 @@ def test_gpu_gathers_are_combined_and_hidden_and_what_is_not_is_named():
     assert report.table().row_count == 2
 
 
+def test_a_layer_of_a_list_is_named_by_its_whole_path():
+    report = overlap_report(GPU.replace("layers/", "blocks/2/"))
+    assert {c.unit for c in report.collectives} == {move.unit for move in report.moves} == {"blocks/2"}
+
+
 def test_tpu_forms_count_once_each():
     report = overlap_report(TPU)
     found = [(c.kind, c.executed, c.num_matmuls) for c in report.collectives]

@@ -127,6 +127,8 @@ def _layout(
     if given is None:
         layout = make_plan(groups, num_shards).layout
         return layout, [layout.bucket(group.name) for group in groups]
+    if not isinstance(given, Plan | Layout):
+        raise TypeError(f"plan={given!r} is neither a plan nor a layout; that of a file is `tb.load_layout(path)`")
     layout = unstacked_layout(given.layout if isinstance(given, Plan) else given)
     faults = [] if layout.num_shards == num_shards else [f"for {layout.num_shards} shards, there are {num_shards}"]
     wanted = {t.name: (t.full_shape, t.dtype) for group in groups for t in group.tensors}

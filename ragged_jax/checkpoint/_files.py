@@ -4,7 +4,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
@@ -174,9 +174,9 @@ class _Open:
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_RDONLY)
 
-    def __del__(self):
+    def __del__(self, close: Callable[[int], None] = os.close):  # `os` may be gone when the interpreter ends
         if hasattr(self, "descriptor"):
-            os.close(self.descriptor)
+            close(self.descriptor)
 
 
 def cut(wants: Iterable[Want], nbytes: int) -> Iterator[Want]:

@@ -21,10 +21,13 @@ def make_layout(
 
     Raises:
       ValueError: the given one is for another model or number of shards; every difference is listed.
+      TypeError: it is neither plan nor layout.
     """
     if given is None:
         check.blocks_fit(t for group in groups for t in group.tensors)
         return planner.plan(groups, num_shards).layout
+    if not isinstance(given, Plan | Layout):
+        raise TypeError(f"plan={given!r} is neither a plan nor a layout; `rj.Layout.from_json(text)` makes one")
     layout = given.layout if isinstance(given, Plan) else given
     faults = (
         [] if layout.num_shards == num_shards else [f"  for {layout.num_shards} shards, the mesh has {num_shards}"]

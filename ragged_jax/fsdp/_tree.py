@@ -71,7 +71,7 @@ def shard_tree(
       The sharded tree.
 
     Raises:
-      ValueError: an unknown axis, or units that match nothing.
+      ValueError: an unknown axis, units that match nothing, or a tree that is sharded already.
       TypeError: leaves that are not arrays.
 
     Example:
@@ -84,12 +84,18 @@ def shard_tree(
     """
     rules = Rules(mesh, axis, block, plan, reshard_after_forward, policy, precision, label, specs, check_processes)
     make = params if callable(params) and jax.tree_util.all_leaves([params]) else None  # a module may be callable
+    if any(map(_is_sharded, jax.tree.leaves(params, is_leaf=_is_sharded))):
+        raise ValueError("the tree is sharded already; `rj.redistribute(tree, like)` moves it to another layout")
     root = parse(params if make is None else jax.eval_shape(make), units, stacked)
     made = rules.units(subtree.group(rules.blocks) for subtree in root.walk())
     if make is None:
         return root.build(made)
     slabs, _ = create(lambda: (_by_name(make(), units, stacked), ()), list(made.values()))
     return root.build(made, lambda unit, own: slabs[unit.bucket.name])
+
+
+def _is_sharded(node: Any) -> bool:
+    return isinstance(node, ShardedTree)
 
 
 def _by_name(params: Any, units: TreeUnits, stacked: TreeUnits) -> dict[str, Any]:

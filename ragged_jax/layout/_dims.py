@@ -126,7 +126,8 @@ class Dims:
                 _solve_group(group, size, sizes)
         for group, size in pairs:
             if opened := [name for name in group if name not in sizes]:
-                raise ValueError(f"{size} leaves open how large {' and '.join(opened)} of `{_text((group,))}` are")
+                which = f"{' and '.join(opened)} of `{_text((group,))}` are; say so in `sizes`"
+                raise ValueError(f"{size} leaves open how large {which}")
             if (got := math.prod(sizes[name] for name in group)) != size:
                 said = " * ".join(f"{name} {sizes[name]}" for name in group) or "1"
                 raise ValueError(f"a dim of {size} should be {said}{f' = {got}' * (len(group) > 1)}")

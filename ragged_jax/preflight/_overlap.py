@@ -260,7 +260,9 @@ def _unit(op_name: str) -> str:
     """The buckets in whose scope an operation was made. The last part of a scope's path is the operation."""
     names: dict[str, None] = {}  # in order, once: a reduction is made in the scope of the gather it belongs to
     for path, closed in _SCOPE.findall(op_name):
-        name, _, last = path.partition("/jit(")[0].rstrip(":/").rpartition("/")
-        whole = not name or (closed and "/jit(" not in path and last not in ("all_gather", "reduce_scatter"))
+        scope, called, _ = path.partition("/jit(")
+        name, _, last = scope.rstrip(":/").rpartition("/")
+        inner = called or path.endswith("/")  # the operation is that of a function or of a scope further in
+        whole = not name or inner or (closed and last not in ("all_gather", "reduce_scatter"))
         names[f"{name}/{last}" if whole and name else name or last] = None
     return ",".join(names)
