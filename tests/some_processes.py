@@ -8,9 +8,8 @@ import numpy as np
 
 import ragged_jax as rj
 
-OUT, PORT, RANK, NUM = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-
 if __name__ == "__main__":
+    OUT, PORT, RANK, NUM = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     jax.distributed.initialize(f"localhost:{PORT}", NUM, RANK, heartbeat_timeout_seconds=10)
     mesh = jax.make_mesh((NUM,), ("fsdp",))
     zeros = {"w": np.zeros((5, 7), np.float32), "b": np.zeros(11, np.float32)}
