@@ -101,19 +101,12 @@ _HOME = {
     ),
     "layout": ("Block", "Layout", "LayoutError", "NameMap", "RaggedShard", "elements", "rows", "tile", "whole"),
 }
-_WHERE = {name: package for package, names in _HOME.items() for name in names}
+_WHERE = {"optim": "optim", **{name: package for package, names in _HOME.items() for name in names}}
 
-
-_load, _names = on_use(globals(), _WHERE)
+_load, __dir__ = on_use(globals(), _WHERE)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return import_module(f"{__name__}.optim")
     if name in _HOME["fsdp"]:
         import_module(f"{__name__}.adapters")  # they register their models with the functions of fsdp
     return _load(name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*_names(), "optim"])
