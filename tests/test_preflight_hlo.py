@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from ragged_jax.preflight import Collective, hlo_report
+from ragged_jax.preflight import Collective, hlo_report, overlap_report
 
 DEVICES, LAYERS, WIDTH = 4, 5, 64
 WHOLE = WIDTH * WIDTH * 4
@@ -140,3 +141,18 @@ ENTRY %main (p: bf16[16384]) -> bf16[64,256] {
 def test_other_text_is_refused():
     with pytest.raises(ValueError, match="not the text of an HLO module"):
         hlo_report("module @jit_f { }")
+
+
+@pytest.mark.parametrize("read", [hlo_report, overlap_report])
+def test_what_is_not_compiled_is_refused_with_the_way_to_compile_it(read):
+    step = jax.jit(lambda x: x + 1)
+    for wrong, remedy in (
+        (step.lower(1.0), r"got Lowered; call `\.compile\(\)` on it"),
+        (nnx.jit(lambda x: x).lower(1.0), r"got Lowered; call `\.compile\(\)` on it"),
+        (step, r"got PjitFunction; write `jax\.jit\(f\)\.lower\(\*args\)\.compile\(\)`"),
+        (lambda x: x, "got function; write"),
+    ):
+        with pytest.raises(TypeError, match=remedy):
+            read(wrong)
+    compiled = nnx.jit(lambda x: x).lower(1.0).compile()
+    assert read(compiled).collectives == read(compiled.as_text()).collectives

@@ -96,6 +96,10 @@ def hlo_report(compiled: Any) -> HloReport:
     Args:
       compiled: what `jax.jit(f).lower(...).compile()` returns, for devices that are here or absent; or its text.
 
+    Raises:
+      TypeError: it is something else, such as a function.
+      ValueError: the text is not that of an HLO module.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> f = jax.jit(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x.T), x))
@@ -103,7 +107,7 @@ def hlo_report(compiled: Any) -> HloReport:
       >>> report.num_executed, report.argument_nbytes
       (0, 16384)
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = text_of(compiled)
     memory = {}
     if not isinstance(compiled, str) and (stats := compiled.memory_analysis()) is not None:
         memory = {f"{kind}_nbytes": getattr(stats, f"{kind}_size_in_bytes") for kind in _MEMORY}
@@ -119,6 +123,24 @@ def hlo_report(compiled: Any) -> HloReport:
 
 
 _MEMORY = ("argument", "output", "alias", "temp")
+
+
+def text_of(compiled: Any) -> str:
+    """The optimised HLO of a compiled program, which may be given as its text.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    if isinstance(compiled, str):
+        return compiled
+    if not hasattr(compiled, "memory_analysis"):
+        remedy = (
+            "call `.compile()` on it"
+            if hasattr(compiled, "compile")
+            else "write `jax.jit(f).lower(*args).compile()`, also with arguments that are `jax.ShapeDtypeStruct`"
+        )
+        raise TypeError(f"a report is of a compiled program or of its text, got {type(compiled).__name__}; {remedy}")
+    return compiled.as_text()
 
 
 @dataclass

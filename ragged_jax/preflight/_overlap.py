@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _Module, _move, _own, _parse, trip_count
+from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _Module, _move, _own, _parse, text_of, trip_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -122,6 +122,7 @@ def overlap_report(compiled: Any) -> OverlapReport:
       compiled: what `jax.jit(f).lower(...).compile()` returns, for devices that are here or absent; or its text.
 
     Raises:
+      TypeError: it is something else, such as a function.
       ValueError: the text is not that of an HLO module, or not of a scheduled one.
 
     Example:
@@ -130,7 +131,7 @@ def overlap_report(compiled: Any) -> OverlapReport:
       >>> report.collectives, report.exposed_in_loops
       ((), ())
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = text_of(compiled)
     module = _parse(text)
     if "is_scheduled=true" not in text.split("\n", 1)[0]:
         raise ValueError("the HLO module is not scheduled: give the text of a compiled program, not of a lowered one")
