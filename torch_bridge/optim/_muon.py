@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from ragged_jax.layout import Buffer
+from ragged_jax.layout import Buffer, named
 from ragged_jax.optim._forms import Form, form_of
 from ragged_jax.optim._muon_reference import Coefficients, Scale, coefficient_rows, scale_factor
 from ragged_jax.optim._routes import Kind, Routing, route_of
@@ -153,10 +153,9 @@ class Muon(ShardedOptimizer):
         trained = [p for group in groups for p in group["params"] if p.requires_grad]
         for owners in (self._owners_of(params) for params in _by_runtime(self, trained)):
             if large := owners.too_large:
-                more = f" and {len(large) - 3} more tensors" if len(large) > 3 else ""
                 yield (
                     f"With matrices of more than a fair share of the work for {owners.plan.num_shards} ranks: "
-                    f"{', '.join(large[:3])}{more}. A matrix has one owner, for whom the others wait: products take "
+                    f"{named(large)}. A matrix has one owner, for whom the others wait: products take "
                     f"{owners.plan.imbalance:.2f} times as long as if they were spread evenly."
                 )
 
