@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import ragged_jax as rj
 from ragged_jax.fsdp._tree import parse
 
 W = jax.ShapeDtypeStruct((4, 3), jnp.float32)
@@ -29,3 +31,23 @@ def test_units(units, want):
     assert sorted(part.name or "root" for part in found) == sorted(want)
     names = [name for part in found for name in part.own]
     assert len(names) == len(set(names)) == 7, "each leaf is in one unit"
+
+
+@pytest.mark.parametrize("units", ["a", lambda path, subtree: path == "a", ("a", "c/*")])
+def test_an_object_at_two_paths_is_two_as_jax_sees_it(units):
+    w = np.arange(12, dtype=np.float32).reshape(4, 3)
+    shared = {"w": w}
+    params = {"a": shared, "b": shared, "c": {"d": shared, "e": w}}
+    root = parse(params, units, None)
+    assert list(root.children) == (["a", "c/d"] if isinstance(units, tuple) else ["a"])
+    assert list(root.own) == [name for name in ("b/w", "c/d/w", "c/e") if name[:3] not in root.children]
+
+    def loss(params, x, wrap=lambda f: f):
+        layer = wrap(lambda p, x: jnp.tanh(x @ p["w"]).sum())
+        return layer(params["a"], x) + (x @ params["b"]["w"]).sum() * params["c"]["e"].sum()
+
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    tree, x = rj.shard_tree(params, mesh, axis="fsdp", units=units), np.ones((2, 4), np.float32)
+    grads = rj.full_params(rj.value_and_grad(lambda p, x: loss(p, x, rj.unsharded) / len(x))(tree, x)[1])
+    want = jax.grad(lambda p, x: sum(loss(p, row[None]) for row in x) / len(x))(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from jax.tree_util import DictKey, GetAttrKey, SequenceKey, keystr, tree_flatten_with_path
+from jax.tree_util import all_leaves, keystr, tree_flatten_with_path
 
 from ..layout import BlockRule, Layout, TensorSpec, block_for
 from ..planner import Group, Plan
@@ -45,7 +45,8 @@ def shard_tree(
 
     Args:
       params: the tree, each device is sent its own part of each array; or a function of no arguments that makes it,
-        whose arrays are then born as shards (see `create`).
+        whose arrays are then born as shards (see `create`). An array at two paths becomes two tensors, as it has two
+        gradients in any pytree; weights that are to stay tied are used from one path.
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       block: what must stay whole; one rule, or a mapping from path patterns to rules. By default what the plan
@@ -83,7 +84,7 @@ def shard_tree(
       (3, 5)
     """
     rules = Rules(mesh, axis, block, plan, reshard_after_forward, policy, precision, label, specs, check_processes)
-    make = params if callable(params) and jax.tree_util.all_leaves([params]) else None  # a module may be callable
+    make = params if callable(params) and all_leaves([params]) else None  # a module may be callable
     if any(map(_is_sharded, jax.tree.leaves(params, is_leaf=_is_sharded))):
         raise ValueError("the tree is sharded already; `rj.redistribute(tree, like)` moves it to another layout")
     root = parse(params if make is None else jax.eval_shape(make), units, stacked)
@@ -168,20 +169,16 @@ def parse(params: Any, units: TreeUnits, stacked: TreeUnits) -> Subtree:
 def _parse(tree: Any, name: str, units: TreeUnits, stacked: TreeUnits, stack: bool) -> Subtree:
     prefix = name and name + "/"
     units = _below(units, name)
-    found: dict[int, str] = {}
-    for path, _ in tree_flatten_with_path(tree)[0] if units is not None else []:
-        node = tree
-        for depth, key in enumerate(path[:-1]):
-            node, below = _child(node, key), prefix + _path(path[: depth + 1])
-            if _matches(units, below, node):
-                found[id(node)] = below
-            if id(node) in found:
-                break
-    flat, treedef = tree_flatten_with_path(tree, is_leaf=lambda node: id(node) in found)
+
+    def is_unit(path: tuple, node: Any) -> bool:
+        has_leaves = bool(path and jax.tree.leaves(node)) and not all_leaves([node])
+        return has_leaves and _matches(units, prefix + _path(path), node)
+
+    flat, treedef = tree_flatten_with_path(tree, is_leaf=is_unit, is_leaf_takes_path=True)
     own, children, names = {}, {}, []
     for path, leaf in flat:
         names.append(below := prefix + _path(path))
-        if id(leaf) in found and not check.is_array(leaf):
+        if not all_leaves([leaf]):
             children[below] = _parse(leaf, below, units, stacked, _matches(stacked, below, leaf))
         else:
             own[below] = leaf
@@ -209,13 +206,3 @@ def _below(rule: TreeUnits, name: str) -> TreeUnits:
     if not name or rule is None or callable(rule):
         return rule
     return tuple(p for p in ((rule,) if isinstance(rule, str) else rule) if not fnmatchcase(name, p))
-
-
-def _child(node: Any, key: Any) -> Any:
-    if isinstance(key, DictKey):
-        return node[key.key]
-    if isinstance(key, SequenceKey):
-        return node[key.idx]
-    if isinstance(key, GetAttrKey):
-        return getattr(node, key.name)
-    raise TypeError(f"cannot reach into {type(node).__name__} by {key}: register it with keys to use `units=`")
