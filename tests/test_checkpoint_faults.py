@@ -214,8 +214,11 @@ def test_the_latest_sound_one_is_found(tmp_path):
     (tmp_path / "step_junk").mkdir()
     assert folder.steps() == [2, 30]
     (folder.folder(30) / "b.00000.safetensors").unlink()
-    with pytest.warns(UserWarning, match=r"step 30 is passed over: .*\n.*b.00000.safetensors: No such file"):
+    with pytest.warns(
+        UserWarning, match=r"step 30 is passed over: .*\n.*b.00000.safetensors: No such file"
+    ) as caught:
         assert folder.latest() == 2
+    assert caught[0].filename == __file__
     with pytest.raises(CheckpointError, match=r"b/w\[0:250000\]"):
         folder.open(30)
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 3 .* \[2, 30\]"):

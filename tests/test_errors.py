@@ -119,6 +119,13 @@ def test_a_stack_used_as_a_layer():
     with pytest.raises(ValueError, match="unit 'layers' does not have the shards of one layer"):
         rj.apply(lambda p, x: layer(p["layers"], x))(sharded, np.ones((4, 4), np.float32))
 
+    dense = rj.fully_shard(linen.Dense(4), make_mesh(4), axis="fsdp", block=rj.rows(32))
+    with pytest.warns(UserWarning, match="kernel") as of_nnx:
+        rj.fully_shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", block=rj.rows(32))
+    with pytest.warns(UserWarning, match="kernel") as of_linen:
+        dense.init(jax.random.key(0), np.ones((1, 8), np.float32))
+    files = [warning.filename for warning in (*caught, *of_nnx, *of_linen)]
+    assert files == [__file__] * 3  # and not lines of the library
 
 def test_a_packed_tensor_says_where_it_is():
     sharded = make_sharded(7)

@@ -4,7 +4,6 @@ import json
 import secrets
 import sys
 import threading
-import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from .._warned import warn
 from ..layout import Layout, listed
 from ._checkpoint import Checkpoint
 from ._directory import CheckpointDirectory
@@ -143,7 +143,7 @@ class BaseCheckpointer(ABC):
         except Exception as failure:
             if error is None:
                 raise
-            warnings.warn(f"a checkpoint was not saved: {failure}", UserWarning, stacklevel=2)
+            warn(f"a checkpoint was not saved: {failure}")
 
 
 def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:

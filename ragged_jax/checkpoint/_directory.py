@@ -5,13 +5,13 @@ import json
 import os
 import re
 import secrets
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .._warned import warn
 from ..layout import Layout
 from ._checkpoint import Checkpoint
 from ._manifest import CheckpointError, Manifest, TensorEntry
@@ -63,7 +63,7 @@ class CheckpointDirectory:
             try:
                 return step, Checkpoint(self.folder(step))
             except CheckpointError as error:
-                warnings.warn(f"step {step} is passed over: {error}", UserWarning, stacklevel=3)
+                warn(f"step {step} is passed over: {error}")
         return None
 
     def open(self, step: int | None = None) -> Checkpoint:

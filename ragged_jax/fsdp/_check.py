@@ -1,6 +1,5 @@
 """Checks of what users pass in; each error names every bad leaf by its path, the sizes and the remedy."""
 
-import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from .._warned import warn
 from ..layout import TensorSpec, listed, named
 from ..planner import Group
 
@@ -104,11 +104,9 @@ def blocks_fit(tensors: Iterable[TensorSpec]) -> None:
         if t.block.kind != "elements" and not t.block.fits(t.shape)  # fewer elements than a block are one block
     ]
     if small:
-        warnings.warn(
+        warn(
             "these tensors are smaller than one block; a smaller block was used, as large as the tensor allows, "
-            "so that each dim that the block exceeds stays whole:" + listed(small),
-            UserWarning,
-            stacklevel=4,
+            "so that each dim that the block exceeds stays whole:" + listed(small)
         )
 
 
