@@ -103,12 +103,29 @@ def test_batches_that_do_not_divide_are_named_together():
         rj.value_and_grad(lambda p, rngs: 0.0)(tree(), {"dropout": jax.random.PRNGKey(0)})
 
 
+@pytest.mark.parametrize(
+    "draw", [jax.random.uniform, lambda key: linen.Dropout(0.5, False).apply({}, jnp.ones(3), rngs={"dropout": key})]
+)
+def test_a_key_without_a_type_that_divides(draw):
+    """Two numbers for two devices: jax or Flax says that half a key is none, and the note why it was halved."""
+    sharded = rj.shard_tree({"w": np.ones(4, np.float32)}, make_mesh(2), axis="fsdp")
+    with pytest.raises(Exception, match=r"(?is)prng.*argument \[1\]\['a'\] was split, as a batch.*wrap_key_data"):
+        rj.apply(lambda p, rngs: draw(rngs["a"]))(sharded, {"a": jax.random.PRNGKey(0)})
+
+
 def test_blocks_larger_than_their_tensor():
     params = {"a": np.ones((8, 4), np.float32), "b": np.ones((64, 4), np.float32), "c": np.ones(3, np.float32)}
     with pytest.warns(UserWarning, match=r"a: shape \(8, 4\), block rows\(32\)") as caught:
         sharded = tree(params=params, block=rj.rows(32))
     assert "as large as the tensor allows" in str(caught[0].message)
     assert "b:" not in str(caught[0].message)
+    dense = rj.fully_shard(linen.Dense(4), make_mesh(4), axis="fsdp", block=rj.rows(32))
+    with pytest.warns(UserWarning, match="kernel") as of_nnx:
+        rj.fully_shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", block=rj.rows(32))
+    with pytest.warns(UserWarning, match="kernel") as of_linen:
+        dense.init(jax.random.key(0), np.ones((1, 8), np.float32))
+    files = [warning.filename for warning in (*caught, *of_nnx, *of_linen)]
+    assert files == [__file__] * 3  # and not lines of the library
     assert {stop - start for start, stop in rj.get_layout(sharded).ranges("a")} == {0, 32}
 
 
@@ -119,13 +136,6 @@ def test_a_stack_used_as_a_layer():
     with pytest.raises(ValueError, match="unit 'layers' does not have the shards of one layer"):
         rj.apply(lambda p, x: layer(p["layers"], x))(sharded, np.ones((4, 4), np.float32))
 
-    dense = rj.fully_shard(linen.Dense(4), make_mesh(4), axis="fsdp", block=rj.rows(32))
-    with pytest.warns(UserWarning, match="kernel") as of_nnx:
-        rj.fully_shard(nnx.Linear(8, 4, rngs=nnx.Rngs(0)), make_mesh(4), axis="fsdp", block=rj.rows(32))
-    with pytest.warns(UserWarning, match="kernel") as of_linen:
-        dense.init(jax.random.key(0), np.ones((1, 8), np.float32))
-    files = [warning.filename for warning in (*caught, *of_nnx, *of_linen)]
-    assert files == [__file__] * 3  # and not lines of the library
 
 def test_a_packed_tensor_says_where_it_is():
     sharded = make_sharded(7)

@@ -115,7 +115,7 @@ def batch_divides(
 ) -> None:
     """Raises ValueError when dim 0 of a batch leaf does not divide over the devices and microbatches."""
     bad = [
-        f"{name}: shape {x.shape}{', a random key without a type?' * _may_be_key(x)}"
+        f"{name}: shape {x.shape}{', a random key without a type?' * may_be_key(x)}"
         for name, x in leaves
         if x.shape[0] % (num_devices * num_microbatches)
     ]
@@ -127,12 +127,16 @@ def batch_divides(
             + listed(bad)
             + "\nPad the batch (and give padded examples weight 0, dividing by the mean weight over all devices: "
             "`lax.pmean(weights.sum(), axis)`), drop the rest, or wrap an argument that every "
-            "device needs whole in `rj.replicated`."
-            + "\nA random key passes whole, and differs by device, when it is made by `jax.random.key`, or by "
-            "`jax.random.wrap_key_data` of one without a type." * any("random key" in line for line in bad)
+            "device needs whole in `rj.replicated`." + f"\n{KEYS}" * any("random key" in line for line in bad)
         )
 
 
-def _may_be_key(x: Any) -> bool:
+KEYS = (
+    "A random key passes whole, and differs by device, when it is made by `jax.random.key`, or by "
+    "`jax.random.wrap_key_data` of one without a type."
+)
+
+
+def may_be_key(x: Any) -> bool:
     """Whether these could be the data of a random key as `jax.random.PRNGKey` makes it."""
     return x.dtype == np.uint32 and x.shape == jax.eval_shape(jax.random.PRNGKey, 0).shape

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from ..layout import named
 from . import _check as check
 from ._argument import Argument
 from ._joined import Joined, paths, replicated, vary
@@ -56,6 +57,7 @@ class Call:
         self._specs = [_leaf_spec(leaf, self.axes) for leaf in self._leaves]
         split = [(_argument_name(path), leaf) for path, leaf in flat if _is_split(leaf)]
         check.batch_divides(split, self.num_devices, self.axes, num_microbatches)
+        self._maybe_keys = [name for name, leaf in split if check.may_be_key(leaf)]
         self.is_split = [_is_split(leaf) for leaf, spec in self._pairs() if spec is not None]
 
     def run(self, function: Callable, params: Mapping, state: Mapping, batch: Sequence) -> tuple[Any, dict]:
@@ -69,10 +71,12 @@ class Call:
                 stack.enter_context(context())
             try:
                 out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
-            except TypeError as error:
-                if "manual axis types do not match" not in str(error):
-                    raise
-                raise TypeError(f"{error}\n\n{_CARRY}") from error
+            except Exception as error:
+                if isinstance(error, TypeError) and "manual axis types do not match" in str(error):
+                    raise TypeError(f"{error}\n\n{_CARRY}") from error
+                if self._maybe_keys and "prng" in str(error).lower():
+                    error.add_note(f"{named(self._maybe_keys)} was split, as a batch is. {check.KEYS}")
+                raise
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
 
     def _pairs(self):
