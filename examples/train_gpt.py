@@ -2,7 +2,7 @@
 
     python examples/train_gpt.py                        # 8 virtual CPU devices, under 3 minutes on 2 cores
     python examples/train_gpt.py --devices 7            # any number; nothing has to divide
-    python examples/train_gpt.py --block tile:32,32     # what no device boundary may cut
+    python examples/train_gpt.py --block tile:32x32     # what no device boundary may cut
     python examples/train_gpt.py --data my_book.txt
     python examples/train_gpt.py --optimizer adamw8bit  # 2 bytes of optimizer state a parameter, not 8
     python examples/train_gpt.py --save-every 20            # kill it at any moment ...
@@ -18,6 +18,7 @@ or on a TPU pod, it is `--coordinator auto`):
     done; wait
 """
 
+import argparse
 import math
 import time
 from contextlib import nullcontext
@@ -40,6 +41,7 @@ from rich.console import Console
 from setting import launch, make_mesh, mib, nbytes_per_device, on_mesh, progress_bar, settle
 
 import ragged_jax as rj
+from ragged_jax.cli import block_rule
 from ragged_jax.planner import draw, plan_table
 
 
@@ -51,7 +53,7 @@ class Config:
       data: a text file or a folder of them; Python's standard library by default.
       out: where the pictures go.
       devices: how many share the model; by default 8 virtual ones on a CPU and all there are elsewhere.
-      block: what no device boundary may cut: rows:32, tile:32,32, elements:256 or whole.
+      block: what no device boundary may cut: rows:32, tile:32x32, elements:256 or whole.
       steps: optimizer steps.
       batch: sequences a step, rounded up to a multiple of the devices.
       length: bytes of a sequence.
@@ -125,6 +127,10 @@ def sample_step(model: GPT, tokens: jax.Array, key: jax.Array, start: int) -> ja
 
 
 def main(config: Config) -> None:
+    try:
+        block = block_rule(config.block)  # as `ragged-jax plan` reads it
+    except argparse.ArgumentTypeError as error:
+        raise SystemExit(f"--block {error}") from None
     if config.processes is not None and config.num_processes is None:
         raise SystemExit(launch(config.processes))
     mesh = make_mesh(config.devices, config.coordinator, config.num_processes, config.process_id)
@@ -137,7 +143,7 @@ def main(config: Config) -> None:
     bigram = text.bigram_bits(corpus.train, judged)
 
     make = lambda: GPT(config.model, rngs=nnx.Rngs(config.seed))
-    plan = rj.plan(nnx.eval_shape(make), mesh.size, units=Block, block=parse_block(config.block))
+    plan = rj.plan(nnx.eval_shape(make), mesh.size, units=Block, block=block)
     model = rj.fully_shard(make, mesh, axis="fsdp", units=Block, plan=plan)  # parameters are born as shards
     schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
     adam = optax.adamw if config.optimizer == "adamw" else rj.optim.adamw8bit
@@ -190,16 +196,6 @@ def main(config: Config) -> None:
         draw_losses(losses, before, after, bigram, config.out / "loss.png")
         np.savetxt(config.out / "loss.csv", losses, header="bits per byte, step by step")
         console.print(f"layout.png, loss.png and loss.csv are in {config.out}")
-
-
-def parse_block(rule: str) -> rj.Block:
-    """`rows:32` to `rj.rows(32)`."""
-    kinds = {"elements": rj.elements, "rows": rj.rows, "tile": rj.tile, "whole": rj.whole}
-    kind, _, sizes = rule.partition(":")
-    try:
-        return kinds[kind](*(int(size) for size in sizes.split(",") if size))
-    except (KeyError, TypeError, ValueError) as error:
-        raise SystemExit(f"--block {rule}: give elements:N, rows:K, tile:R,C or whole") from error
 
 
 def evaluate(model: GPT, judged: np.ndarray, batch_size: int, mesh: Mesh) -> float:

@@ -63,6 +63,12 @@ def read_shapes(path: str | Path, block: BlockRule) -> list[Group]:
       ShapesError: the file cannot be read or does not say what it must; one message names every fault.
     """
     path = Path(path)
+    if path.is_dir():
+        found = sorted(path.glob("*.safetensors.index.json")) or sorted(path.glob("*.safetensors"))
+        raise ShapesError(
+            f"{path} is a directory; give a file of shapes, a safetensors file or the index of several"
+            + "".join(f", such as {file}" for file in found[:1])
+        )
     try:
         if path.suffix == ".safetensors":
             return _by_layer(_safetensors_header(path), block)

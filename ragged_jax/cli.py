@@ -66,9 +66,9 @@ def block_rule(text: str) -> Block:
                 return whole()
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
-    raise argparse.ArgumentTypeError(
-        f"{text!r} is not a block; write element, elements:256, row, rows:32, tile:128x128 or whole"
-    )
+    comma = re.fullmatch(r"(?:tile:)?(\d+),(\d+)", text)
+    right = f"tile:{comma[1]}x{comma[2]}" if comma else "element, elements:256, row, rows:32, tile:128x128 or whole"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a block; write {right}")
 
 
 def _rule(texts: Sequence[str]) -> BlockRule:

@@ -84,8 +84,10 @@ def test_blocks(text, block):
     [
         (("plan", "missing.json", "-n", "4"), "missing.json: No such file"),
         (("plan", __file__, "-n", "4"), "not JSON"),
+        (("plan", str(MODELS), "-n", "4"), "is a directory; give a file of shapes, a safetensors file or the index"),
         (("plan", GPT2, "-n", "0"), "num_shards must be an integer of at least 1, got 0"),
         (("plan", GPT2, "-n", "4", "--block", "columns:3"), "'columns:3' is not a block; write element"),
+        (("plan", GPT2, "-n", "4", "--block", "tile:8,16"), "'tile:8,16' is not a block; write tile:8x16"),
         (("plan", GPT2, "-n", "4", "--block", "rows:0"), "integers of at least 1"),
         (("plan", GPT2, "-n", "4", "--block", "rows:x"), "'rows:x' is not a block; write element"),
         (
@@ -144,6 +146,13 @@ def test_experts_are_stacks():
     document = {"groups": [{"name": "moe", "tensors": [{"name": "experts.up", "shape": [8, 64, 32]}]}]}
     assert groups_from(document, rows(4))[0].tensors[0].block == rows(4, dim=1)
     assert groups_from(document, whole())[0].tensors[0].granularity == 64 * 32
+
+
+def test_a_directory_says_which_of_its_files_will_do(tmp_path):
+    for name in ("model-00001-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+    with pytest.raises(ShapesError, match=r"is a directory; .*, such as .*model\.safetensors\.index\.json$"):
+        read_shapes(tmp_path, rows(1))
 
 
 def test_safetensors(tmp_path):

@@ -42,7 +42,7 @@ def held_out(printed: str) -> tuple[float, ...]:
     return float(before), float(after), float(re.findall(r"bigram model: ([\d.]+)", printed)[0])
 
 
-@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16,16"), pytest.param(8, "rows:8", marks=pytest.mark.deep)])
+@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16x16"), pytest.param(8, "rows:8", marks=pytest.mark.deep)])
 def test_learns_and_reports(devices, block, tmp_path):
     [printed] = finish(start(tmp_path, "--devices", str(devices), "--block", block))
     before, after, bigram = held_out(printed)
@@ -112,8 +112,8 @@ def test_two_processes_are_as_good_as_one(alone, tmp_path):
 
 
 def test_a_wrong_block_is_explained(tmp_path):
-    process = start(tmp_path, "--block", "row:3")
-    assert "--block row:3: give elements:N, rows:K, tile:R,C or whole" in process.communicate(timeout=100)[0]
+    process = start(tmp_path, "--block", "tile:3,5")
+    assert "--block 'tile:3,5' is not a block; write tile:3x5" in process.communicate(timeout=100)[0]
     assert process.returncode == 1
 
 
