@@ -178,7 +178,7 @@ def test_outputs_are_joined_as_those_of_devices_are():
             "mean": x.mean(),
             "same": lax.pmean(x.sum(0), "fsdp"),
             "random": jax.random.uniform(key, (1,)),
-            "one": rj.replicated({"mean": x.mean(0), "text": "kept"}),
+            "one": rj.replicated({"mean": x.mean(0), "text": "kept", "last": lax.pmax(jnp.argmax(x), "fsdp")}),
             "table": table * jnp.ones(()),
             "text": "kept",
         }
@@ -193,6 +193,9 @@ def test_outputs_are_joined_as_those_of_devices_are():
     assert len(set(np.asarray(aux["random"]).tolist())) == 6
     np.testing.assert_array_equal(aux["table"], np.arange(5))
     np.testing.assert_allclose(aux["one"].pop("mean"), X.mean(0), rtol=1e-5, atol=1e-7)
+    last = aux["one"].pop("last")  # integers have no mean
+    assert last.dtype == jnp.int32
+    assert last == max(part.argmax() for part in X.reshape(2, 3, 4, 6)[:, 2])
     assert aux["one"] == {"text": "kept"}
     assert aux["text"] == "kept"
 

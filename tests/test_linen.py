@@ -249,3 +249,6 @@ def test_statistics_that_differ_need_a_mean():
     np.testing.assert_array_equal(rj.apply(lambda p, x: rj.replicated(x))(tree, x), [1, 2])
     with pytest.raises(TypeError, match="no mean"):
         rj.apply(lambda p, x: rj.replicated(lax.axis_index("fsdp")))(tree, x)
+    differing = lambda p, x: (x.mean(), rj.replicated(lax.axis_index("fsdp")))
+    with pytest.raises(TypeError, match="no mean"):
+        rj.value_and_grad(differing, has_aux=True, num_microbatches=2)(tree, x)

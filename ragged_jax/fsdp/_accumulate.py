@@ -89,7 +89,8 @@ def microbatches(
     Returns:
       The mean loss on this device, the output, the state that the last microbatch left, and the sum of the
       gradients. Of the output and of state that the function made, arrays that differ between devices are
-      concatenated along dim 0, unless they are marked as `replicated`; everything else is averaged.
+      concatenated along dim 0, unless they are marked as `replicated`; everything else is averaged. Integers that
+      are so marked, and random keys, are those of the last microbatch.
     """
     outputs = _Outputs(frozenset(path for path, _ in _named(state)))
 
@@ -173,8 +174,8 @@ class _Outputs:
 
 
 def _joined(x: jax.Array, is_one: bool) -> jax.Array:
-    """Of one leaf of all microbatches, stacked on dim 0; of one value, the mean."""
-    if is_key(x):
+    """Of one leaf of all microbatches, stacked on dim 0; of one value the mean, or the last where there is none."""
+    if is_key(x) or (is_one and not jnp.issubdtype(x.dtype, jnp.inexact)):
         return x[-1]
     if varying(x) and x.ndim > 1 and not is_one:
         return x.reshape(-1, *x.shape[2:])

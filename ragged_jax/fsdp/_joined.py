@@ -33,7 +33,8 @@ class replicated:
     """Marks an argument of `value_and_grad` or `apply` that every device gets whole, instead of its share.
 
     Around an output of the function (or a part of one, such as updated batch statistics) it says that there is one
-    value of it: floats that differ between devices are averaged instead of concatenated.
+    value of it: floats that differ between devices are averaged instead of concatenated. Integers must not differ
+    between devices; of several microbatches they are what the last one returned.
     """
 
     def __init__(self, value: Any):

@@ -43,7 +43,11 @@ def value_and_grad(
       num_microbatches: runs every device's share of the batch in so many parts, one after the other, and adds up
         their gradients: gradient accumulation. State that the function leaves passes from one to the next, random
         keys differ; aux arrays are concatenated in the order of the batch, what is the same on all devices or marked
-        as `replicated` is averaged. Statistics of a batch are those of a microbatch.
+        as `replicated` is averaged. Statistics of a batch are those of a microbatch. Integers that are marked as
+        `replicated`, such as counters in Linen's state, keep their dtype, and are those of the last microbatch.
+        Only state of Flax NNX passes from one microbatch to the next. State that is an argument, as Linen's
+        `batch_stats` are, is the same for all of them: what they return is averaged, so that running statistics
+        move once by the momentum, towards the mean over the microbatches, and not once for each microbatch.
       reduce: with several microbatches, `"once"` adds up the gradients of whole slabs on each device and reduces
         the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
         each microbatch and adds up shards.
