@@ -378,6 +378,39 @@ def test_plain_stacks_and_every_fault_of_a_model_at_once(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
+class Dropping(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.dense = nnx.Linear(5, 3, rngs=rngs)
+        self.scale = nnx.Param(jnp.full(4, 7.0))
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+
+def test_what_the_map_ignores_stays_as_it_is(tmp_path):
+    """Random state that is in no file, and a tensor that shares a slab with one that is."""
+    names = NameMap((("dense/kernel", "w", "in out -> out in"), ("dense/bias", "b")), ignored=("*/rngs/*", "scale"))
+    mesh = make_mesh(3)
+    saved, like = (rj.fully_shard(Dropping(nnx.Rngs(seed)), mesh, axis="fsdp") for seed in (0, 1))
+    slabs = [
+        [p.tensor.name for p in slab.placements] for bucket in rj.get_layout(like).buckets for slab in bucket.slabs
+    ]
+    assert any({"dense/bias", "scale"} <= set(of) for of in slabs)
+    nnx.update(like, jax.tree.map(lambda x: x * 2, nnx.state(like, nnx.Param)))
+    path = rj.save_huggingface(tmp_path / "hf", saved, names)
+    loaded = rj.load_huggingface(path, like, names)
+    got, theirs, mine = (flat(rj.full_params(model)) for model in (loaded, saved, like))
+    assert same_bits(got["dense/kernel"], theirs["dense/kernel"])
+    assert same_bits(got["dense/bias"], theirs["dense/bias"])
+    assert got["scale"].tolist() == mine["scale"].tolist() == [14.0] * 4
+    key = lambda model: jax.random.key_data(model.dropout.rngs.key[...]).tolist()
+    assert key(loaded) == key(like) != key(saved)
+    shapes = rj.fully_shard(nnx.eval_shape(lambda: Dropping(nnx.Rngs(0))), mesh, axis="fsdp")
+    with pytest.raises(ValueError, match="ignores these tensors") as caught:
+        rj.load_huggingface(path, shapes, names)
+    assert [line.strip() for line in str(caught.value).splitlines() if line.startswith("  ")] == [
+        "model/dropout/rngs/count", "model/dropout/rngs/key", "model/scale",
+    ]  # fmt: skip
+
+
 def test_the_command_converts_both_ways(tmp_path, capsys):
     tensors = arrays(np.random.default_rng(2))
     run = save(tmp_path / "run", {f"model/{n}": x for n, x in tensors.items()} | {"opt/mu": np.ones(3)}).parent

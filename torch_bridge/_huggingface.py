@@ -10,6 +10,7 @@ from ragged_jax.checkpoint import HuggingFaceFolder, Renamed
 from ragged_jax.layout import NameMap
 
 from ._checkpointer import restored
+from ._fully_shard import runtime_of
 from ._items import State
 
 M = TypeVar("M", bound=nn.Module)
@@ -23,7 +24,8 @@ def load_huggingface(path: str | Path, module: M, names: NameMap | None = None, 
       module: on its devices; from `meta`, it is never whole.
       names: from the layout's names to those in the files; what it does not speak of is called there as in
         `module.state_dict()`. Give it what was given to `fully_shard`, if the files have the module's own names. Of
-        tensors whose dims are in another order in the files, a rank may read more than its part.
+        tensors whose dims are in another order in the files, a rank may read more than its part. What it ignores
+        stays as it is in the module; from `meta`, `init_parameters` then gives it values.
       cast: whether weights of other dtypes are converted; otherwise they are an error.
 
     Returns:
@@ -52,7 +54,15 @@ def load_huggingface(path: str | Path, module: M, names: NameMap | None = None, 
         found = State(module, {}, folder)
         wanted = {item.name: item.placement.tensor.shape for item in found.items}
         called = _with_own_names(names or NameMap(()), module, list(wanted))
-        return restored(Renamed(folder, called.inverse, targets=wanted), found, cast=cast)
+        found.items = [item for item in found.items if not called.is_ignored(item.name)]
+        ignored = wanted.keys() - {item.name for item in found.items}
+        runtime = runtime_of(module)
+        bare = [unit.missing & ignored for unit in runtime.units], runtime.missing_buffers & ignored
+        restored(Renamed(folder, called.inverse, targets=wanted), found, cast=cast)
+        for unit, names_of_unit in zip(runtime.units, bare[0], strict=True):
+            unit.missing |= names_of_unit
+        runtime.missing_buffers |= bare[1]
+        return module
 
 
 def _with_own_names(names: NameMap, module: nn.Module, paths: list[str]) -> NameMap:

@@ -15,7 +15,7 @@ from ..fsdp._check import has_values
 from ..layout import Layout
 from ._matched import owners_hint
 from ._state import items_of, layouts_of
-from ._transfer import parts_of, restored
+from ._transfer import keep_values, parts_of, restored
 
 T = TypeVar("T")
 
@@ -95,6 +95,7 @@ def restore_from(
     fewer_layers: bool = False,
     timeout: float = 600.0,
     before: Callable[[], object] = lambda: None,
+    stays: Callable[[str], bool] = lambda name: False,
 ) -> T:
     """A state from a checkpoint of any kind; see `Checkpointer.restore`.
 
@@ -103,6 +104,7 @@ def restore_from(
     Args:
       opened: opens the checkpoint, given the tensors that are wanted.
       before: what comes first and may fail.
+      stays: whether a tensor of this name is not asked for, and stays as it is in `like`.
     """
     same = partial(check_same_on_all_processes, what="the states to restore", timeout_s=timeout)
 
@@ -119,7 +121,8 @@ def restore_from(
         with together("known"):  # on its own: to open may take all processes
             before()
             items, build = items_of(like)
-            wanted = {n: t for item in items for n, t in item.tensors().items()}
+            keep_values(items, stays)
+            wanted = {n: t for item in items for n, t in item.tensors().items() if not stays(n)}
         with together("opened"):
             checkpoint = stack.enter_context(opened(wanted))
         same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
@@ -129,9 +132,9 @@ def restore_from(
             except CheckpointError as error:
                 raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
             slabs = [at for at, item in enumerate(items) if item.held is not None]
-            done = in_threads(lambda at: restored(checkpoint, items[at], cast), slabs)
+            done = in_threads(lambda at: restored(checkpoint, items[at], cast, stays), slabs)
             rest = (at for at in range(len(items)) if at not in done)  # here, where the context mesh is known
-            done |= {at: restored(checkpoint, items[at], cast) for at in rest}
+            done |= {at: restored(checkpoint, items[at], cast, stays) for at in rest}
     return build([done[at] for at in range(len(items))])
 
 

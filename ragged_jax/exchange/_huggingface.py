@@ -27,10 +27,12 @@ def load_huggingface(path: str | Path, like: T, names: NameMap | None = None, *,
       path: the directory, or a single safetensors file.
       like: the model as it is wanted: a sharded model, or any pytree that `Checkpointer.restore` takes. Its values do
         not matter, and it is not changed. For a part of a Flax model give its state: `nnx.state(model, nnx.Param)`.
-      names: from the model's names to those in the files; by default they are the same.
+      names: from the model's names to those in the files; by default they are the same. What it ignores, such as
+        random state, stays as it is in `like`.
       cast: whether weights of other dtypes are converted; otherwise they are an error.
 
     Raises:
+      ValueError: the map ignores tensors that have no values in `like`.
       NameMapError: naming every tensor that is missing in the files, that the model has not, or of another shape.
       CheckpointError: files are missing, cut or no safetensors files.
 
@@ -52,7 +54,10 @@ def load_huggingface(path: str | Path, like: T, names: NameMap | None = None, *,
         targets = {name.removeprefix(f"{_MODEL}/"): tuple(tensor.shape) for name, tensor in wanted.items()}
         return open_huggingface(path, names, prefix=_MODEL, targets=targets)
 
-    return restore_from(opened, {_MODEL: like}, cast=cast)[_MODEL]
+    def stays(name: str) -> bool:
+        return names is not None and names.is_ignored(name.removeprefix(f"{_MODEL}/"))
+
+    return restore_from(opened, {_MODEL: like}, cast=cast, stays=stays)[_MODEL]
 
 
 def save_huggingface(

@@ -58,7 +58,7 @@ class Item:
             return self.held.tensors(str(self.leaf.dtype))
         if is_key(self.leaf):
             data = jax.eval_shape(jax.random.key_data, self.leaf)
-            attributes = {_IMPL: str(jax.random.key_impl(self.leaf))}
+            attributes = {_IMPL: str(key_impl(self.leaf))}
             return {self.name: TensorEntry(str(data.dtype), data.shape, attributes=attributes)}
         if type(self.leaf) in PYTHON:
             return {self.name: TensorEntry(PYTHON[type(self.leaf)], ())}
@@ -77,6 +77,13 @@ class _Raw(NamedTuple):
 
 def is_key(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and check.is_key(leaf)
+
+
+def key_impl(leaf: Any) -> Any:
+    """Which generator a random key is for, also one that has a shape only."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
 
 
 def region_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:

@@ -10,10 +10,13 @@ import numpy as np
 
 from ..checkpoint import ALIGNMENT, Checkpoint, Part, Region, empty, numpy_dtype, runs_of
 from ..fsdp import array_from_parts
+from ..layout import listed
 from ._holding import Holding, InSlab
-from ._state import PYTHON, Item, is_key, region_of, sharding_of
+from ._state import PYTHON, Item, is_key, key_impl, region_of, sharding_of
 
 _REST = "state"  # the file of what is in no bucket
+
+Stays = Callable[[str], bool]
 
 
 def parts_of(items: Sequence[Item], rank: int, *, copy: bool) -> Iterator[Part]:
@@ -72,12 +75,29 @@ def _shard_parts(item: Item, shape: tuple[int, ...], shard: Any, data: np.ndarra
     yield Part(item.name, region, data, _REST)
 
 
-def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
-    """A leaf from a checkpoint. Each device is sent its own part, and no more than that is read."""
-    if item.held is not None:
-        return _restored_slab(checkpoint, item, item.held, cast)
+def keep_values(items: Sequence[Item], stays: Stays) -> None:
+    """Raises ValueError when tensors that are to stay as they are have no values; every one is named."""
+    bare = (item for item in items if isinstance(item.leaf, jax.ShapeDtypeStruct))
+    if bad := [name for item in bare for name in item.tensors() if stays(name)]:
+        raise ValueError(
+            "the name map ignores these tensors, so that they stay as they are, but they have no values yet:"
+            + listed(bad)
+            + "\nGive a model that has values there, or load a part of it, such as `nnx.state(model, nnx.Param)`."
+        )
+
+
+def restored(checkpoint: Checkpoint, item: Item, cast: bool, stays: Stays) -> Any:
+    """A leaf from a checkpoint. Each device is sent its own part, and no more than that is read.
+
+    Args:
+      stays: by name, whether a tensor is what it is in the item's own leaf.
+    """
     leaf = item.leaf
     entries = item.tensors()
+    if entries and all(map(stays, entries)):
+        return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf  # donating one leaves the other
+    if item.held is not None:
+        return _restored_slab(checkpoint, item, item.held, cast, stays)
     shape = tuple(getattr(leaf, "shape", ()))
     dtype = np.dtype(leaf.dtype) if item.is_empty else numpy_dtype(entries[item.name].dtype)
     if is_key(leaf):
@@ -104,39 +124,52 @@ def restored(checkpoint: Checkpoint, item: Item, cast: bool) -> Any:
     if sharding is None or not getattr(leaf, "committed", True):
         array = jnp.asarray(part(whole))
     elif is_key(leaf):
-        array = array_from_parts(shape, jax.random.key_data(leaf).sharding, part, dtype=dtype)
+        of_data = sharding if isinstance(leaf, jax.ShapeDtypeStruct) else jax.random.key_data(leaf).sharding
+        array = array_from_parts(shape, of_data, part, dtype=dtype)
     else:
         array = array_from_parts(shape, sharding, part, dtype=dtype)
-    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf)) if is_key(leaf) else array
+    return jax.random.wrap_key_data(array, impl=key_impl(leaf)) if is_key(leaf) else array
 
 
-def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool) -> jax.Array:
+def _restored_slab(checkpoint: Checkpoint, item: Item, held: Holding, cast: bool, stays: Stays) -> jax.Array:
     leaf, sharding = item.leaf, sharding_of(item)
     local = sharding.shard_shape(leaf.shape)
 
     indices: Any = sharding.addressable_devices_indices_map(leaf.shape).values()
     regions = sorted({region_of(index, leaf.shape) for index in indices})
     buffers = dict(zip(regions, _buffers(len(regions), local, leaf.dtype), strict=True))
+    before: dict[Region, Any] = {}
+    if any(map(stays, item.tensors())):
+        before = {region_of(shard.index, leaf.shape): shard.data for shard in leaf.addressable_shards}
     with checkpoint.batch() as batch:
         for region, buffer in buffers.items():
             flat, index = buffer.reshape(-1), tuple(slice(*span) for span in region)
+            if before:
+                flat[:] = np.asarray(before[region]).reshape(-1)
             if isinstance(held, InSlab) and held.of.slab.split_axes:
-                _fill_slices(checkpoint, held, index, flat)
+                if not before:
+                    flat[:] = 0
+                _fill_slices(checkpoint, held, index, flat, stays)
                 continue
             segments = held.segments(index)
-            if sum(s.stop - s.start for s in segments) < flat.size:
+            if not before and sum(s.stop - s.start for s in segments) < flat.size:
                 flat[:] = 0  # the padding
             for s in segments:
+                if stays(s.tensor):
+                    continue
                 out, placement = flat[s.offset :][: s.stop - s.start], held.placement(s.tensor)
                 checkpoint.read_part(s.tensor, s.start, out, placement, cast=cast, batch=batch)
     part = _once(lambda index: region_of(index, leaf.shape), buffers.pop)
     return array_from_parts(leaf.shape, sharding, part, dtype=leaf.dtype)
 
 
-def _fill_slices(checkpoint: Checkpoint, held: InSlab, index: tuple[slice, ...], flat: np.ndarray) -> None:
+def _fill_slices(
+    checkpoint: Checkpoint, held: InSlab, index: tuple[slice, ...], flat: np.ndarray, stays: Stays
+) -> None:
     """Fills a part of a slab whose tensors other axes split: of each a box, in the slab's order."""
-    flat[:] = 0
     for name, place, box, order in held.slice_boxes(index):
+        if stays(name):
+            continue
         found = checkpoint.read_region(name, box, held.placement(name).tensor.full_shape)
         flat[place] = found.transpose(order).reshape(-1).astype(flat.dtype)
 

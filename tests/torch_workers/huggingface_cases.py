@@ -1,6 +1,7 @@
 """What every rank does with Hugging Face directories: cases of `state_cases.py`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import nn
 
 import torch_bridge as tb
 from ragged_jax.layout import NameMapError, rows
+from torch_bridge._fully_shard import runtime_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -42,6 +44,13 @@ def by_any_names(folder: Path) -> None:
         got = tb.full_state_dict(again)
         assert all(torch.equal(got[name], x) for name, x in want.items())
         assert again.scratch.tolist() == [1, 1]
+    with torch.device("meta"):
+        again = tb.fully_shard(Tied(), names=tb.flax_names(Tied()), block=rows(1))
+    ignored = ("up/*", "up.*", "norm/running_*", "norm.running_*")
+    tb.load_huggingface(path, again, replace(tb.flax_names(Tied()), ignored=ignored))
+    missing = set().union(*(unit.missing for unit in runtime_of(again).units))
+    assert missing == {"up/kernel", "up/bias"}, missing
+    assert runtime_of(again).missing_buffers == {"norm/running_mean", "norm/running_var", "scratch"}
     model = tb.fully_shard(model)
     for fault in ("tail: extra", "up/bias: shape (8,) from up.bias, wanted (9,)"):
         with raises(fault, NameMapError):
