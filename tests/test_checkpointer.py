@@ -196,8 +196,13 @@ def test_every_kind_of_leaf_on_any_devices(tmp_path, saved, restored):
     with rj.Checkpointer(tmp_path) as checkpointer:
         checkpointer.save(10, before)
         after = checkpointer.restore(like)
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), like["params"])
-        assert bits(whole({**after, "params": checkpointer.restore({"params": abstract})["params"]}))
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            {name: like[name] for name in ("params", "keys")},
+        )
+        of_shapes = checkpointer.restore(abstract)
+        assert bits(whole({**after, **of_shapes})) == bits(whole(before))
+        jax.random.bits(of_shapes["keys"][0])
     assert bits(whole(after)) == bits(whole(before))
     assert jax.tree.structure(after["params"]) == jax.tree.structure(like["params"])
     for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(like), strict=True):
