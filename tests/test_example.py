@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -71,6 +72,24 @@ def test_moves_to_torch_and_back(tmp_path):
     assert len(moved) == 30
     assert moved[-1] < 5
     assert (out / "exchange.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_guide_shows_the_whole_program():
+    program = (ROOT / "examples" / "train_complete.py").read_text()
+    assert f"\n```python\n{program}```\n" in (ROOT / "docs" / "guide.md").read_text()
+
+
+@pytest.mark.deep
+def test_the_whole_program_goes_on_with_other_devices(tmp_path, monkeypatch):
+    """As the run that keeps its devices does, but for rounding."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from train_complete import main
+
+    stayed = main(13, tmp_path, 4)
+    assert stayed[-1] < stayed[0]
+    shutil.rmtree(tmp_path / "step_00000013")
+    moved = main(13, tmp_path, 3)
+    np.testing.assert_allclose(moved, stayed[10:], rtol=1e-4)
 
 
 SHORT = ("--devices", "4", "--steps", "10")
