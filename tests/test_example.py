@@ -43,9 +43,26 @@ def held_out(printed: str) -> tuple[float, ...]:
     return float(before), float(after), float(re.findall(r"bigram model: ([\d.]+)", printed)[0])
 
 
-@pytest.mark.parametrize(("devices", "block"), [(3, "tile:16x16"), pytest.param(8, "rows:8", marks=pytest.mark.deep)])
-def test_learns_and_reports(devices, block, tmp_path):
-    [printed] = finish(start(tmp_path, "--devices", str(devices), "--block", block))
+ODD = ("--devices", "3", "--block", "tile:16x16")
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A run that nothing stops, and what it printed."""
+    out = tmp_path_factory.mktemp("learnt")
+    return out, finish(start(out, *ODD))[0]
+
+
+def test_learns_and_reports(learnt):
+    check_report(*learnt, 3)
+
+
+@pytest.mark.deep
+def test_learns_and_reports_on_8(tmp_path):
+    check_report(tmp_path, *finish(start(tmp_path, "--devices", "8", "--block", "rows:8")), 8)
+
+
+def check_report(out: Path, printed: str, devices: int) -> None:
     before, after, bigram = held_out(printed)
     assert before == pytest.approx(8, abs=1e-3)
     assert after < 5.5
@@ -54,7 +71,7 @@ def test_learns_and_reports(devices, block, tmp_path):
     assert "blocks/0" in printed
     assert printed.count("-> b") == 3
     for name in ("layout.png", "loss.png"):
-        picture = (tmp_path / name).read_bytes()
+        picture = (out / name).read_bytes()
         assert picture.startswith(b"\x89PNG")
         assert len(picture) > 10_000
 
@@ -92,18 +109,8 @@ def test_the_whole_program_goes_on_with_other_devices(tmp_path, monkeypatch):
     np.testing.assert_allclose(moved, stayed[10:], rtol=1e-4)
 
 
-SHORT = ("--devices", "4", "--steps", "10")
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A run that nothing stops, and what it printed."""
-    out = tmp_path_factory.mktemp("alone")
-    return out, finish(start(out, *SHORT))[0]
-
-
-def test_killed_and_resumed_as_if_it_had_never_stopped(alone, tmp_path):
-    killed, saved = start(tmp_path, *SHORT, "--save-every", "2"), tmp_path / "checkpoints"
+def test_killed_and_resumed_as_if_it_had_never_stopped(learnt, tmp_path):
+    killed, saved = start(tmp_path, *ODD, "--save-every", "2"), tmp_path / "checkpoints"
     try:
         while not (saved / "step_00000002").exists():
             assert killed.poll() is None
@@ -111,29 +118,36 @@ def test_killed_and_resumed_as_if_it_had_never_stopped(alone, tmp_path):
     finally:
         killed.kill()
         killed.communicate()
-    [resumed] = finish(start(tmp_path, *SHORT, "--resume"))
+    [resumed] = finish(start(tmp_path, *ODD, "--resume"))
     assert "going on from step" in resumed
-    assert np.loadtxt(tmp_path / "loss.csv").tolist() == np.loadtxt(alone[0] / "loss.csv").tolist()
+    assert np.loadtxt(tmp_path / "loss.csv").tolist() == np.loadtxt(learnt[0] / "loss.csv").tolist()
+
+
+SHORT = ("--devices", "4", "--steps", "10")
 
 
 @pytest.mark.deep
-def test_two_processes_are_as_good_as_one(alone, tmp_path):
+def test_two_processes_are_as_good_as_one(tmp_path_factory, tmp_path):
+    alone = tmp_path_factory.mktemp("alone")
+    [by_one] = finish(start(alone, *SHORT))
     [both] = finish(start(tmp_path, *SHORT, "--save-every", "4", "--processes", "2"))
-    two, one = (np.loadtxt(out / "loss.csv") for out in (tmp_path, alone[0]))
+    two, one = (np.loadtxt(out / "loss.csv") for out in (tmp_path, alone))
     np.testing.assert_allclose(two, one, rtol=1e-4)
-    assert held_out(both) == pytest.approx(held_out(alone[1]), abs=2e-3)
+    assert held_out(both) == pytest.approx(held_out(by_one), abs=2e-3)
     [resumed] = finish(start(tmp_path, "--devices", "3", "--batch", "12", "--steps", "10", "--resume"))
     assert "going on from step 8" in resumed
     losses = np.loadtxt(tmp_path / "loss.csv")
     assert losses[:8].tolist() == two[:8].tolist()
     assert len(losses) == 10
-    assert held_out(resumed)[1] == pytest.approx(held_out(alone[1])[1], abs=0.2)
+    assert held_out(resumed)[1] == pytest.approx(held_out(by_one)[1], abs=0.2)
 
 
-def test_a_wrong_block_is_explained(tmp_path):
-    process = start(tmp_path, "--block", "tile:3,5")
-    assert "--block 'tile:3,5' is not a block; write tile:3x5" in process.communicate(timeout=100)[0]
-    assert process.returncode == 1
+def test_a_wrong_block_is_explained(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from train_gpt import Config, main
+
+    with pytest.raises(SystemExit, match="--block 'tile:3,5' is not a block; write tile:3x5"):
+        main(Config(block="tile:3,5"))
 
 
 @pytest.mark.deep
