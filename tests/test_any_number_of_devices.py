@@ -178,7 +178,7 @@ def test_gradients_equal_one_device_and_shard_like_agrees():
     model, whole = make_sharded(5, rj.rows(1)), OddModel(rngs=nnx.Rngs(0))
     tokens = batches(1)[0]
     loss, grads = nnx.jit(rj.value_and_grad(loss_fn))(model, tokens)
-    expected_loss, expected = nnx.value_and_grad(loss_fn)(whole, tokens)
+    expected_loss, expected = nnx.jit(nnx.value_and_grad(loss_fn))(whole, tokens)
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
     assert_close(flat(rj.full_params(grads, like=model)), flat(expected))
     sharded = rj.shard_like(expected, model)

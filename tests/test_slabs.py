@@ -1,5 +1,7 @@
 """Between slabs and tensors: tiles and uneven shares, against a slow and obvious reference."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,14 @@ def test_transposed_tensors(order, lead):
     np.testing.assert_array_equal(from_stored(placement, stored, lead), tensor)
 
 
+@cache
+def one_device(scan):
+    """Parameters, loss and gradients."""
+    whole = OddModel(rngs=nnx.Rngs(0), scan=scan)
+    loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(whole, batches(1)[0])
+    return flat(nnx.state(whole, nnx.Param)), loss, flat(grads)
+
+
 @pytest.mark.parametrize(
     ("options", "block"),
     [
@@ -112,13 +122,11 @@ def test_whatever_the_planner_chooses_trains_the_same(options, block, scan):
     plan = rj.plan(nnx.eval_shape(lambda: OddModel(rngs=nnx.Rngs(0), scan=scan)), 4, **kwargs, **options)
     model = rj.fully_shard(OddModel(rngs=nnx.Rngs(0), scan=scan), make_mesh(4), axis="fsdp", plan=plan, **kwargs)
     assert set(device_nbytes(nnx.state(model, nnx.Param)).values()) == {plan.layout.shard_nbytes}
-    whole = OddModel(rngs=nnx.Rngs(0), scan=scan)
-    assert_close(flat(rj.full_params(model)), flat(nnx.state(whole, nnx.Param)), rtol=0)
-    tokens = batches(1)[0]
-    loss, grads = nnx.jit(rj.value_and_grad(loss_fn))(model, tokens)
-    expected, wanted = nnx.jit(nnx.value_and_grad(loss_fn))(whole, tokens)
+    params, expected, wanted = one_device(scan)
+    assert_close(flat(rj.full_params(model)), params, rtol=0)
+    loss, grads = nnx.jit(rj.value_and_grad(loss_fn))(model, batches(1)[0])
     np.testing.assert_allclose(loss, expected, rtol=2e-6)
-    assert_close(flat(rj.full_params(grads, like=model)), flat(wanted))
+    assert_close(flat(rj.full_params(grads, like=model)), wanted)
 
 
 @pytest.mark.parametrize("shares", [None, (2, 2, 1, 1)])
