@@ -89,8 +89,7 @@ def fully_shard(
         made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, **when))
     runtime = Runtime(made, layout, prefetch, limit)
     runtime.missing_buffers = materialize_buffers(module, place)
-    for part, unit in zip(parts, made, strict=True):
-        runtime.attach(part.module, unit)
+    runtime.attach([part.module for part in parts])
     register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
     return module

@@ -1,6 +1,6 @@
 """`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import torch
@@ -57,6 +57,7 @@ class Unit:
         self.bucket, self.shares, self.groups, self.policy = bucket, shares, groups, policy
         self.reshard_after_forward = reshard_after_forward
         self.requires_gradient_sync = True
+        self.is_held = False  # whole until further notice
         self.num_open_backwards = 0  # calls of the module whose backward has begun and not ended
         self.device, self._is_brief = device, is_brief
         self.missing = {name for name, x in part.tensors.items() if x.is_meta}
@@ -81,8 +82,7 @@ class Unit:
 
     def _fill(self, memory: Memory, part: Part) -> Iterator[Slot]:
         for slab in memory.slabs:
-            # `.data` has a version counter of its own: a later gather must not look like a change in place.
-            whole = slab.whole(memory.wholes).data
+            whole = slab.whole(memory.view)
             for placement in slab.slab.placements:
                 name = placement.tensor.name
                 tensor, seen = part.tensors[name], part.seen[name]
@@ -119,6 +119,14 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the parameters are whole or on their way."""
         return self._is_whole or bool(self._gathering)
+
+    def on_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Has a function called whenever autograd adds to the gradient of a whole parameter."""
+        for slot in self.slots:
+            if slot.whole.is_floating_point() or slot.whole.is_complex():
+                trained = slot.whole.requires_grad
+                slot.whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+                slot.whole.requires_grad_(trained)
 
     def start_unshard(self) -> None:
         """Starts to gather, unless the parameters are whole or on their way."""
@@ -171,13 +179,17 @@ class Unit:
         if self._is_whole:
             return
         self._wait()
+        for memory in self._memories:
+            memory.show()
         self._is_whole = True
         for slot in self.slots:
             slot.whole.requires_grad_(slot.shard.requires_grad)
             slot.show(slot.whole)
 
     def reshard(self) -> None:
-        """Drops the whole parameters; the module shows this rank's parts again."""
+        """Drops the whole parameters, unless they are held; the module shows this rank's parts again."""
+        if self.is_held:
+            return
         self._wait()  # for what was gathered ahead and is not needed
         if self._is_whole:
             for slot in self.slots:
