@@ -50,11 +50,10 @@ class Runtime:
 
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Hooks the units to the modules that they belong to, in the same order."""
-        eager: Any = torch.compiler.disable  # graphs end there: what is gathered and dropped is no part of them
         for module, unit in zip(modules, self.units, strict=True):
             hooks = _Around(self, unit, Stored(module, set(modules)))
-            module.register_forward_pre_hook(eager(hooks.before), with_kwargs=True, prepend=True)
-            module.register_forward_hook(eager(hooks.after))
+            module.register_forward_pre_hook(_Hook(hooks.before), with_kwargs=True, prepend=True)
+            module.register_forward_hook(_Hook(hooks.after))
             unit.on_gradient(_weakly(self.begin_backward))
 
     def before_forward(self, unit: Unit) -> None:
@@ -185,6 +184,24 @@ class _Around:
                 if x not in self._hooked:
                     self._hooked[x] = x.register_hook(hook)
         return output
+
+
+class _Hook:
+    """A function that modules have as a hook, and that no copy of them can have: it would drive the first one."""
+
+    def __init__(self, function: Any):
+        self._function = torch.compiler.disable(function)  # what is gathered and dropped is no part of graphs
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a fully sharded module cannot be deep-copied or pickled: its hooks and its memory are its own. For a "
+            "second model, copy the module before `fully_shard`, shard the copy with `plan=get_layout(module)`, and "
+            "load `module.state_dict()` into it: no rank needs more than its own parts. To save, use "
+            "`Checkpointer`, or `full_state_dict` for whole tensors"
+        )
 
 
 class _BeforeBackward:

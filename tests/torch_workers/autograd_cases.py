@@ -1,5 +1,7 @@
 """What every rank does with modules of which autograd, not their outputs alone, decides when they are whole."""
 
+import copy
+import pickle
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -263,10 +265,26 @@ def held_whole() -> None:
     assert not any(unit.whole_nbytes for unit in runtime_of(model).units)
 
 
+def copies() -> None:
+    """Copying says what to do instead, and that does it."""
+    _, model = pair(lambda: nn.Sequential(*(Layer(Output) for _ in range(2))), units=Layer)
+    parent = nn.ModuleList([model])
+    for part in (model, model[0], parent):
+        for copying in (copy.deepcopy, pickle.dumps):
+            with raises("copy the module before `fully_shard`", TypeError):
+                copying(part)
+    second = nn.Sequential(*(Layer(Output) for _ in range(2)))
+    tb.fully_shard(second, units=Layer, plan=tb.get_layout(model))
+    second.load_state_dict(model.state_dict())
+    for x, y in zip(tb.full_state_dict(second).values(), tb.full_state_dict(model).values(), strict=True):
+        assert torch.equal(x, y)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "containers": containers,
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
     "held whole": held_whole,
+    "copies": copies,
     **{f"failed, then {t}": lambda t=t: failed_backward(t) for t in ("again", "other loss", "part", "twice")},
 }
