@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed
+from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed, named
 from ragged_jax.planner import Plan
 from ragged_jax.planner import plan as make_plan
 
@@ -14,7 +14,7 @@ from ._homes import register
 from ._layouts import unstacked as unstacked_layout
 from ._memory import materialize_buffers
 from ._plan import Part, Units, parts_of
-from ._reduction import Groups
+from ._reduction import Groups, has_hooks
 from ._runtime import Runtime
 from ._unit import Unit
 from ._views import check_viewable
@@ -42,7 +42,8 @@ def fully_shard(
     parts, 1-D, which is what optimizers update; inside, they are whole, views of one gathered buffer per unit. The
     gradient of a part is the mean over the ranks; that of a parameter which no rank used is zero, not None, so that
     weight decay moves it. Every rank must run the same units, forward and backward. Make the optimizer afterwards:
-    one made before holds parameters that are not used any more.
+    one made before holds parameters that are not used any more. So with hooks of parameters: those of a part are
+    called with this rank's part of the mean gradient, once for each backward that reduces, when it ends.
 
     Args:
       module: on its device, or on `meta`. Every rank has the same one.
@@ -66,8 +67,8 @@ def fully_shard(
       The module.
 
     Raises:
-      ValueError: the plan is for another model or number of ranks (every difference is listed), or units that match
-        nothing.
+      ValueError: the plan is for another model or number of ranks (every difference is listed), units that match
+        nothing, or parameters that have hooks.
       NotImplementedError: the plan stores tensors tile by tile, or so that torch would have to copy them.
       NameMapError: `names` are not those of the module.
 
@@ -79,6 +80,8 @@ def fully_shard(
         raise ValueError(f"prefetch must be at least 0 and below the limit {limit}, got {prefetch}")
     groups = _groups(mesh)
     parts = parts_of(module, units, names)
+    if hooked := sorted(name for part in parts for name, x in part.tensors.items() if has_hooks(x)):
+        raise ValueError(f"hooks of these parameters would be lost, add them after `fully_shard`: {named(hooked)}")
     layout, buckets = _layout(parts, dist.get_world_size(groups.shard), block, plan)
     check_viewable(layout.buckets, {name: seen for part in parts for name, seen in part.seen.items()})
     place = _device(module, mesh, device)

@@ -127,7 +127,7 @@ class Runtime:
             unit.reduce()
             unit.reshard()
         for unit in self.units:
-            unit.finish_reduce()
+            unit.end_backward()
         self._waiting, self.backward = [], None
 
     def _prefetch(self, unit: Unit, direction: int) -> None:

@@ -13,7 +13,7 @@ from ragged_jax.layout import Bucket, Placement, named
 from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, SlabRange, allocate
 from ._plan import Part
-from ._reduction import Groups, Reduction, Slot
+from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks
 from ._views import Seen, view_of
 from ._whole import WholeParameter
 
@@ -63,6 +63,7 @@ class Unit:
         self.missing = {name for name, x in part.tensors.items() if x.is_meta}
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
+        self._held: dict[nn.Parameter, torch.Tensor] = {}  # of shards with hooks, what a pass has come to so far
         self._is_whole = False
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
         dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
@@ -235,14 +236,22 @@ class Unit:
         """Waits for the reductions and adds their results to the gradients of the shards."""
         with torch.no_grad():
             for reduction in self._reducing:
-                reduction.finish()
+                reduction.finish(self._held)
         self._reducing = []
+
+    def end_backward(self) -> None:
+        """Finishes, and calls the hooks of the shards, once for each pass."""
+        self.finish_reduce()
+        held, self._held = self._held, {}
+        with torch.no_grad():
+            for shard, gradient in held.items():
+                accumulate_with_hooks(shard, gradient)
 
     def forget_gradients(self) -> None:
         """Drops gradients that are not reduced yet, and the results of reductions that are on their way."""
         for reduction in self._reducing:
             reduction.wait()
-        self._reducing = []
+        self._reducing, self._held = [], {}
         for slot in self.slots:
             slot.whole.grad = None
         for memory in self._memories:

@@ -280,11 +280,62 @@ def copies() -> None:
         assert torch.equal(x, y)
 
 
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.last(self.layer(self.layer(x)).tanh()).square().mean()
+
+
+def hooks_of_parameters() -> None:
+    """Those of parts see the gradient of a whole pass, may change it, and may make the step."""
+    with raises("would be lost, add them after `fully_shard`: layer/weight", ValueError):
+        hooked = Reused()
+        hooked.layer.weight.register_hook(print)
+        tb.fully_shard(hooked)
+    reference, model = pair(Reused, units=nn.Linear)
+    calls: dict[int, list[str]] = {}
+    for m, x in ((reference, rows()), (model, mine())):
+        kept = []
+
+        def clamp(grad):
+            calls.setdefault(id(m), []).append("before")  # noqa: B023
+            return grad.clamp(-1e-3, 1e-3)
+
+        def step(p, optimizers):
+            calls.setdefault(id(m), []).append("after")  # noqa: B023
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        optimizers = {p: torch.optim.AdamW([p], 1e-2) for p in m.parameters()}
+        for p in m.parameters():
+            kept.append(p.register_hook(clamp))
+            p.register_post_accumulate_grad_hook(lambda p, of=optimizers: step(p, of))
+        m(x).backward()
+        m(x).backward()
+        for handle in kept:
+            handle.remove()
+        m(x).backward()
+        assert all(p.grad is None for p in m.parameters())
+    assert sorted(calls[id(model)]) == sorted(calls[id(reference)])
+    for name, x in tb.full_state_dict(model).items():
+        torch.testing.assert_close(x, reference.state_dict()[name], rtol=1e-5, atol=1e-6)
+    layer = tb.fully_shard(nn.Linear(300, 300))
+    seen = []
+    with tb.unsharded(layer):
+        layer.weight.register_hook(lambda grad: seen.append(grad.shape))
+    layer(torch.ones(2, 300)).sum().backward()
+    assert seen == [(300, 300)]
+
+
 CASES: dict[str, Callable[[], None]] = {
     "containers": containers,
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
     "held whole": held_whole,
     "copies": copies,
+    "hooks of parameters": hooks_of_parameters,
     **{f"failed, then {t}": lambda t=t: failed_backward(t) for t in ("again", "other loss", "part", "twice")},
 }
