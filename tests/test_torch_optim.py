@@ -113,7 +113,7 @@ def test_codes_are_those_of_a_search(name, signed):
     x = torch.from_numpy((x if signed else np.abs(x)).astype(np.float32))
     want = torch.bucketize(x, torch.from_numpy(table.midpoints))
     codes = torch.empty(x.shape, dtype=torch.uint8)
-    encode(x, torch.ones(()), table, 0, codes, Scratch())
+    encode(x, torch.ones(()), table, 0, codes, Scratch()(x))
     assert torch.equal(codes.long(), want)
 
 

@@ -6,14 +6,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed
+from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed, named
 from ragged_jax.planner import Plan
 
 from ._homes import register
 from ._layouts import unstacked as unstacked_layout
 from ._memory import materialize_buffers
 from ._plan import Part, Units, parts_of, plan_of
-from ._reduction import Groups
+from ._reduction import Groups, has_hooks
 from ._runtime import Runtime
 from ._unit import Unit
 from ._views import check_viewable
@@ -41,7 +41,8 @@ def fully_shard(
     parts, 1-D, which is what optimizers update; inside, they are whole, views of one gathered buffer per unit. The
     gradient of a part is the mean over the ranks; that of a parameter which no rank used is zero, not None, so that
     weight decay moves it. Every rank must run the same units, forward and backward. Make the optimizer afterwards:
-    one made before holds parameters that are not used any more.
+    one made before holds parameters that are not used any more. So with hooks of parameters: those of a part are
+    called with this rank's part of the mean gradient, once for each backward that reduces, when it ends.
 
     Args:
       module: on its device, or on `meta`. Every rank has the same one.
@@ -65,8 +66,8 @@ def fully_shard(
       The module.
 
     Raises:
-      ValueError: the plan is for another model or number of ranks (every difference is listed), or units that match
-        nothing.
+      ValueError: the plan is for another model or number of ranks (every difference is listed), units that match
+        nothing, or parameters that have hooks.
       NotImplementedError: the plan stores tensors tile by tile, or so that torch would have to copy them.
       NameMapError: `names` are not those of the module.
 
@@ -78,6 +79,8 @@ def fully_shard(
         raise ValueError(f"prefetch must be at least 0 and below the limit {limit}, got {prefetch}")
     groups = _groups(mesh)
     parts = parts_of(module, units, names)
+    if hooked := sorted(name for part in parts for name, x in part.tensors.items() if has_hooks(x)):
+        raise ValueError(f"hooks of these parameters would be lost, add them after `fully_shard`: {named(hooked)}")
     num_shards, block = dist.get_world_size(groups.shard), block or elements(1)
     if plan is None:
         plan = plan_of(parts, num_shards, block, is_flax=names is not None)
@@ -91,8 +94,7 @@ def fully_shard(
         made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, **when))
     runtime = Runtime(made, layout, prefetch, limit)
     runtime.missing_buffers = materialize_buffers(module, place)
-    for part, unit in zip(parts, made, strict=True):
-        runtime.attach(part.module, unit)
+    runtime.attach([part.module for part in parts])
     register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
     return module

@@ -10,7 +10,9 @@ from torch import nn
 from ragged_jax.layout import Bucket, Placement, Slab
 
 from ._dtypes import torch_dtype
+from ._torch_private import set_version
 
+_DROPPED = 10**9  # a version that no tensor has
 ALIGN_NBYTES = 64  # of a slab's start: what dlpack and vector units ask for
 
 
@@ -59,6 +61,9 @@ class Memory:
       shards: the buffer of this rank's parts, zero where no tensor lies.
       wholes: the buffer of gathered slabs, in the dtype of the computation. Its memory comes and goes; it has none
         at first.
+      view: the same, for parameters to be views of. Its version counter is its own, as a gather must not look like a
+        change in place. But while the slabs are dropped it has another version, so that autograd refuses to read
+        what it saved of them.
       gradient_dtype, reduce_dtype: in which whole gradients are sent, and summed.
     """
 
@@ -76,14 +81,25 @@ class Memory:
         last = slabs[-1]
         self.shards = torch.zeros(last.shard_start + last.high - last.low, dtype=dtype, device=device)
         self.wholes = torch.empty(last.start + last.numel, dtype=compute_dtype, device=device)
+        self.view = self.wholes.data
+        self._version: int | None = None  # while they are dropped, the one to go back to
 
     def take(self) -> None:
         """Gives the whole slabs memory, of unknown contents."""
         self._resize(self.wholes.numel())
 
+    def show(self) -> None:
+        """Lets views be read: the contents are gathered."""
+        if self._version is not None:
+            set_version(self.view, self._version)
+            self._version = None
+
     def drop(self) -> None:
-        """Takes it away. Views of it stay, and are valid again after the next gather."""
+        """Takes the memory away. Views of it stay, and are valid again when they are shown after the next gather."""
         self._resize(0)
+        if self._version is None:
+            self._version = self.view._version
+            set_version(self.view, self._version + _DROPPED)
 
     @property
     def gradients(self) -> torch.Tensor:

@@ -145,8 +145,8 @@ class Reduction:
             self._work.wait()
             self._work = None  # and with it the packed gradients
 
-    def finish(self) -> None:
-        """Waits, and adds the means to the gradients of the shards."""
+    def finish(self, held: dict[nn.Parameter, torch.Tensor]) -> None:
+        """Waits, and adds the means to the gradients of the shards, or to what is held for those with hooks."""
         self.wait()
         if self._groups.replicate is not None:
             for shard in self._reduced:
@@ -158,4 +158,27 @@ class Reduction:
         means = means.to(dtype)
         for slot in self._slots:
             piece = slot.slab.piece(means, slot.placement)
-            slot.shard.grad = piece if slot.shard.grad is None else slot.shard.grad.add_(piece)
+            if has_hooks(slot.shard):
+                held[slot.shard] = held[slot.shard].add_(piece) if slot.shard in held else piece
+            else:
+                accumulate(slot.shard, piece)
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether somebody wants to be called with its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def accumulate(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """Adds to the gradient of a parameter."""
+    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def accumulate_with_hooks(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    """The same, and calls hooks as autograd would: before, when they may give another gradient, and after."""
+    for hook in [*(parameter._backward_hooks or {}).values()]:
+        given = hook(gradient)
+        gradient = gradient if given is None else given
+    accumulate(parameter, gradient)
+    for hook in [*(parameter._post_accumulate_grad_hooks or {}).values()]:
+        hook(parameter)

@@ -1,15 +1,19 @@
 """When units are gathered and dropped: hooks around a module's forward and backward."""
 
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ragged_jax.layout import Layout, named
 
+from ._stored import Stored
+from ._trees import map_tensors, tensors_in
 from ._unit import Unit
 
 
@@ -34,47 +38,44 @@ class Runtime:
     def __init__(self, units: list[Unit], layout: Layout, distance: int, limit: int):
         self.units, self.layout, self.distance, self.limit = units, layout, distance, limit
         self.missing_buffers: set[str] = set()
-        self.in_backward = False
+        # Of the pass that runs, or of the last one if that raised. Autograd holds it no longer than the pass.
+        self.backward: weakref.ref[Any] | None = None
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._waiting: list[Unit] = []  # with reductions on their way, oldest first
 
-    def attach(self, module: nn.Module, unit: Unit) -> None:
-        """Hooks a unit to the module that it belongs to."""
+    @property
+    def in_backward(self) -> bool:
+        return self.backward is not None and self.backward() is not None and torch._C._current_graph_task_id() != -1
 
-        def before(_, args, kwargs):
-            return self._before(unit, args, kwargs)
+    def attach(self, modules: Sequence[nn.Module]) -> None:
+        """Hooks the units to the modules that they belong to, in the same order."""
+        for module, unit in zip(modules, self.units, strict=True):
+            hooks = _Around(self, unit, Stored(module, set(modules)))
+            module.register_forward_pre_hook(_Hook(hooks.before), with_kwargs=True, prepend=True)
+            module.register_forward_hook(_Hook(hooks.after))
+            unit.on_gradient(_weakly(self.begin_backward))
 
-        def after(_, args, output):
-            return self._after(unit, output)
-
-        eager: Any = torch.compiler.disable  # graphs end there: what is gathered and dropped is no part of them
-        module.register_forward_pre_hook(eager(before), with_kwargs=True, prepend=True)
-        module.register_forward_hook(eager(after))
-
-    def _before(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self.in_backward and torch._C._current_graph_task_id() == -1:
-            self._abandon_backward()
-        if not self.in_backward and unit is self.units[0]:
+    def before_forward(self, unit: Unit) -> None:
+        """A unit's module is called."""
+        self._abandon_failed_backward()
+        again = self.in_backward  # by activation checkpointing
+        if not again and unit is self.units[0]:
             self._recording = []
             self._check_buffers()
             for other in self.units:  # whole since a pass that was not finished, they may be out of date
                 other.reshard()
         unit.unshard()
-        if not self.in_backward:  # not when activation checkpointing runs it again
+        if not again:
             self._recording.append(unit)
             self._prefetch(unit, 1)
-        policy = unit.policy
-        if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
-        if not torch.is_grad_enabled():
-            return args, kwargs
-        flat, spec = tree_flatten((args, kwargs))
-        at = [i for i, x in enumerate(flat) if torch.is_tensor(x) and x.requires_grad]
-        if at:
-            for i, x in zip(at, _AfterBackward.apply(self, unit, *(flat[i] for i in at)), strict=True):
-                flat[i] = x
-        return tree_unflatten(flat, spec)
+
+    def after_forward(self, unit: Unit) -> None:
+        """It returns."""
+        if unit is self.units[0]:
+            self._order = self._recording
+        if unit.reshard_after_forward or not torch.is_grad_enabled():
+            unit.reshard()
 
     def _check_buffers(self) -> None:
         if self.missing_buffers:
@@ -83,27 +84,20 @@ class Runtime:
                 ". Call `init_parameters`; checkpoints hold those that are persistent"
             )
 
-    def _after(self, unit: Unit, output: Any) -> Any:
-        if unit.policy.output_dtype is not None:
-            output = _cast(output, unit.policy.output_dtype)
-        if self.in_backward:
-            return output
-        if unit is self.units[0]:
-            self._order = self._recording
-        if unit.reshard_after_forward or not torch.is_grad_enabled():
-            unit.reshard()
-        if torch.is_grad_enabled():
-            hook = _BeforeBackward(self, unit)
-            for x in tree_flatten(output)[0]:
-                if torch.is_tensor(x) and x.requires_grad:
-                    x.register_hook(hook)
-        return output
+    def begin_backward(self) -> None:
+        """The first gradient of a pass is there."""
+        self._abandon_failed_backward()
+        if not self.in_backward:
+
+            def end():
+                self._end_backward()
+
+            Variable._execution_engine.queue_callback(end)
+            self.backward = weakref.ref(end)
 
     def before_backward(self, unit: Unit) -> None:
         """The gradient of one of a unit's outputs is there."""
-        if not self.in_backward:
-            self.in_backward = True
-            Variable._execution_engine.queue_callback(self._end_backward)
+        self.begin_backward()
         unit.unshard()
         self._prefetch(unit, -1)
 
@@ -116,12 +110,15 @@ class Runtime:
         while len(self._waiting) > self.limit:
             self._waiting.pop(0).finish_reduce()
 
-    def _abandon_backward(self) -> None:
-        """After a backward that raised: what it left half done belongs to no step."""
+    def _abandon_failed_backward(self) -> None:
+        """After a pass that raised: what it left half done belongs to no step."""
+        if self.backward is None or self.in_backward:
+            return
         for unit in self.units:
             unit.num_open_backwards = 0
             unit.forget_gradients()
-        self._waiting, self.in_backward = [], False
+            unit.reshard()
+        self._waiting, self.backward = [], None
 
     def _end_backward(self) -> None:
         """Whatever has gradients and no inputs that need them."""
@@ -130,9 +127,8 @@ class Runtime:
             unit.reduce()
             unit.reshard()
         for unit in self.units:
-            unit.finish_reduce()
-        self._waiting = []
-        self.in_backward = False
+            unit.end_backward()
+        self._waiting, self.backward = [], None
 
     def _prefetch(self, unit: Unit, direction: int) -> None:
         if unit not in self._order or not self.distance:
@@ -147,23 +143,86 @@ class Runtime:
                 other.start_unshard()
 
 
+class _Around:
+    """The hooks around a module's forward.
+
+    Args:
+      runtime: of the model.
+      unit: the module's.
+      stored: what it keeps.
+    """
+
+    def __init__(self, runtime: Runtime, unit: Unit, stored: Stored):
+        self._runtime, self._unit, self._stored = runtime, unit, stored
+        self._hooked = WeakTensorKeyDictionary()  # of what is kept from one forward to the next
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._runtime.before_forward(self._unit)
+        policy = self._unit.policy
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        found = list({id(x): x for x in tensors_in((args, kwargs)) if x.requires_grad}.values())
+        if not found:
+            return args, kwargs
+        made = dict(zip(map(id, found), _AfterBackward.apply(self._runtime, self._unit, *found), strict=True))
+        return map_tensors(lambda x: made.get(id(x), x), (args, kwargs))
+
+    def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if self._unit.policy.output_dtype is not None:
+            output = _cast(output, self._unit.policy.output_dtype)
+        if self._runtime.in_backward:
+            return output
+        self._runtime.after_forward(self._unit)
+        if torch.is_grad_enabled():
+            hook = _BeforeBackward(self._runtime, self._unit)
+            for x in tensors_in(output):
+                if x.requires_grad:
+                    x.register_hook(hook)
+            for x in self._stored.with_graph():
+                if x not in self._hooked:
+                    self._hooked[x] = x.register_hook(hook)
+        return output
+
+
+class _Hook:
+    """A function that modules have as a hook, and that no copy of them can have: it would drive the first one."""
+
+    def __init__(self, function: Any):
+        self._function = torch.compiler.disable(function)  # what is gathered and dropped is no part of graphs
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._function(*arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a fully sharded module cannot be deep-copied or pickled: its hooks and its memory are its own. For a "
+            "second model, copy the module before `fully_shard`, shard the copy with `plan=get_layout(module)`, and "
+            "load `module.state_dict()` into it: no rank needs more than its own parts. To save, use "
+            "`Checkpointer`, or `full_state_dict` for whole tensors"
+        )
+
+
 class _BeforeBackward:
     """The hook on an output. Counts, so that a module called twice is not dropped between its two backwards."""
 
     def __init__(self, runtime: Runtime, unit: Unit):
-        self._runtime, self._unit, self._done = runtime, unit, False
+        self._runtime, self._unit = runtime, unit
+        self._counted: Any = None  # in which pass: a graph that is retained goes through several
 
     def __call__(self, grad: torch.Tensor) -> None:
-        if not self._done:
-            self._unit.num_open_backwards += 1
-        self._done = True
         self._runtime.before_backward(self._unit)
+        if self._counted is not self._runtime.backward:
+            self._unit.num_open_backwards += 1
+            self._counted = self._runtime.backward
 
 
 class _AfterBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, runtime, unit, *inputs):
         ctx.runtime, ctx.unit = runtime, unit
+        ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
@@ -174,5 +233,16 @@ class _AfterBackward(torch.autograd.Function):
         return (None, None, *grads)
 
 
+def _weakly(method: Any) -> Any:
+    """Calls a method of an object that is not kept alive for it."""
+    held = weakref.WeakMethod(method)
+
+    def call(*_):
+        if (found := held()) is not None:
+            found()
+
+    return call
+
+
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -18,17 +18,21 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
       writeback: whether what was changed in place is kept: each rank keeps its own part of what it has.
     """
     units = runtime_of(module).units
+    held = [unit.is_held for unit in units]
     for unit in units:
+        unit.reshard()  # what is whole since a pass that was not finished may be out of date
         unit.start_unshard()
     for unit in units:
         unit.unshard()
+        unit.is_held = True
     try:
         yield module
         if writeback:
             for unit in units:
                 unit.write_back()
     finally:
-        for unit in units:
+        for unit, before in zip(units, held, strict=True):
+            unit.is_held = before
             unit.reshard()
 
 

@@ -1,4 +1,4 @@
-"""What `RaggedTensor` takes from inside torch, and the proof that this release lets a subclass of DTensor dispatch.
+"""What is taken from inside torch, and the proof that this release lets a subclass of DTensor dispatch.
 
 `DTensorSpec` and `TensorMeta` are arguments of DTensor's constructor; there is no public way to call it.
 """
@@ -43,3 +43,8 @@ def check_dispatch() -> None:
             f"torch {torch.__version__} does not hand operations on a subclass of DTensor to the subclass, so a "
             "RaggedTensor would give wrong values without an error; use torch 2.13 or later"
         )
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Sets the version that autograd compares with that of what it saved; of all views of the tensor."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportAttributeAccessIssue]

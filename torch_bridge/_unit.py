@@ -1,6 +1,6 @@
 """`Unit`: a bucket on this rank, and how its parameters become whole and sharded again."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 
 import torch
@@ -13,7 +13,7 @@ from ragged_jax.layout import Bucket, Placement, named
 from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, SlabRange, allocate
 from ._plan import Part
-from ._reduction import Groups, Reduction, Slot
+from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks
 from ._views import Seen, view_of
 from ._whole import WholeParameter
 
@@ -57,11 +57,13 @@ class Unit:
         self.bucket, self.shares, self.groups, self.policy = bucket, shares, groups, policy
         self.reshard_after_forward = reshard_after_forward
         self.requires_gradient_sync = True
+        self.is_held = False  # whole until further notice
         self.num_open_backwards = 0  # calls of the module whose backward has begun and not ended
         self.device, self._is_brief = device, is_brief
         self.missing = {name for name, x in part.tensors.items() if x.is_meta}
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
+        self._held: dict[nn.Parameter, torch.Tensor] = {}  # of shards with hooks, what a pass has come to so far
         self._is_whole = False
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
         dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
@@ -81,8 +83,7 @@ class Unit:
 
     def _fill(self, memory: Memory, part: Part) -> Iterator[Slot]:
         for slab in memory.slabs:
-            # `.data` has a version counter of its own: a later gather must not look like a change in place.
-            whole = slab.whole(memory.wholes).data
+            whole = slab.whole(memory.view)
             for placement in slab.slab.placements:
                 name = placement.tensor.name
                 tensor, seen = part.tensors[name], part.seen[name]
@@ -119,6 +120,14 @@ class Unit:
     def is_whole(self) -> bool:
         """Whether the parameters are whole or on their way."""
         return self._is_whole or bool(self._gathering)
+
+    def on_gradient(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Has a function called whenever autograd adds to the gradient of a whole parameter."""
+        for slot in self.slots:
+            if slot.whole.is_floating_point() or slot.whole.is_complex():
+                trained = slot.whole.requires_grad
+                slot.whole.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+                slot.whole.requires_grad_(trained)
 
     def start_unshard(self) -> None:
         """Starts to gather, unless the parameters are whole or on their way."""
@@ -171,13 +180,17 @@ class Unit:
         if self._is_whole:
             return
         self._wait()
+        for memory in self._memories:
+            memory.show()
         self._is_whole = True
         for slot in self.slots:
             slot.whole.requires_grad_(slot.shard.requires_grad)
             slot.show(slot.whole)
 
     def reshard(self) -> None:
-        """Drops the whole parameters; the module shows this rank's parts again."""
+        """Drops the whole parameters, unless they are held; the module shows this rank's parts again."""
+        if self.is_held:
+            return
         self._wait()  # for what was gathered ahead and is not needed
         if self._is_whole:
             for slot in self.slots:
@@ -223,14 +236,22 @@ class Unit:
         """Waits for the reductions and adds their results to the gradients of the shards."""
         with torch.no_grad():
             for reduction in self._reducing:
-                reduction.finish()
+                reduction.finish(self._held)
         self._reducing = []
+
+    def end_backward(self) -> None:
+        """Finishes, and calls the hooks of the shards, once for each pass."""
+        self.finish_reduce()
+        held, self._held = self._held, {}
+        with torch.no_grad():
+            for shard, gradient in held.items():
+                accumulate_with_hooks(shard, gradient)
 
     def forget_gradients(self) -> None:
         """Drops gradients that are not reduced yet, and the results of reductions that are on their way."""
         for reduction in self._reducing:
             reduction.wait()
-        self._reducing = []
+        self._reducing, self._held = [], {}
         for slot in self.slots:
             slot.whole.grad = None
         for memory in self._memories:

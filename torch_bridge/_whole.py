@@ -88,7 +88,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _accumulate(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """Adds a product to the gradient of the weight; returns it instead where autograd is to have it."""
-    if torch.is_grad_enabled():  # `create_graph`
+    if torch.is_grad_enabled() or ctx.leaf._backward_hooks:  # `create_graph`, or somebody wants to see it
         return left @ right
     try:
         if not torch._C._will_engine_execute_node(ctx.next_functions[1][0]):

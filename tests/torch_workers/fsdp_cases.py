@@ -423,10 +423,11 @@ FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
 
 if __name__ == "__main__":
+    import autograd_cases
     import optim_cases  # imports this module
 
     rank, size, *files = sys.argv[1:]
-    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | optim_cases.CASES
+    cases = FOUR_RANKS | optim_cases.FOUR_RANKS if size == "4" else CASES | autograd_cases.CASES | optim_cases.CASES
     if size == "2":
         cases |= optim_cases.TWO_RANKS | {"compiled": compiled}
     run_cases(cases, int(rank), int(size), *files)

@@ -14,7 +14,19 @@ from ragged_jax.optim._maps import CodeMap, MapName, code_map
 from ragged_jax.optim._reference import LARGEST, power
 
 from ._blocks import Quantised, Shape, blocks_of, cut_blocks
-from ._codes import Scratch, decode, encode, flush_, inverse, product, product_, scales_of, sqrt_
+from ._codes import (
+    Buffers,
+    Scratch,
+    decode,
+    encode,
+    flush_,
+    inverse,
+    magnify,
+    magnify_,
+    product_,
+    scales_of,
+    sqrt_,
+)
 from ._joined import Row, joined, zeros_beside
 from ._sharded import ShardedOptimizer, StateTensor, by_step, flat
 
@@ -187,6 +199,9 @@ class Numbers:
     ahead: torch.Tensor
     lr: torch.Tensor
     decay: torch.Tensor
+    may_overflow: bool  # a finite gradient times `c1` may reach 2**125
+    decays: bool
+    decay_may_overflow: bool  # so may a parameter times `decay`
 
     @classmethod
     def of(cls, group: dict[str, Any], count: int) -> "Numbers":
@@ -199,62 +214,77 @@ class Numbers:
             b1, b2, 1 - b1, 1 - b2, group["eps"], left(b1, count), left(b2, count), left(b1, count + 1),
             float(group["lr"]), group["weight_decay"],
         )  # fmt: skip
-        return cls(*(torch.tensor(np.float32(x)) for x in numbers))
+        made = (torch.tensor(np.float32(x)) for x in numbers)
+        decay = group["weight_decay"]
+        return cls(*made, may_overflow=1 - b1 > 0.125, decays=bool(decay), decay_may_overflow=decay > 0.125)
 
 
 def _step(rules: Rules, n: Numbers, shape: Shape | None, row: Row, scratch: Scratch) -> None:
     """Updates parameters, codes and scales of one shape in place; without a shape, moments in float32."""
     if shape is None:
         p, g, m, v = row
-        g = _finite(g, scratch)
-        _moments(n, g, m, v, scratch)
-        v = scratch("v", v).copy_(v)
-        return _apply(n, p, _direction(rules, n, g, m, v, scratch), scratch)
+        buffers = scratch(p)
+        g = _finite(rules, g, buffers)
+        _moments(n, g, m, v, buffers)
+        v = buffers["v"].copy_(v)
+        return _apply(n, p, _direction(rules, n, g, m, v, buffers), buffers)
     p, g, mc, ms, vc, vs = row
-    g = _finite(shape.view(g), scratch)
-    m, v = scratch("m", g), scratch("v", g)
-    decode(shape.view(mc), shape.spread(ms, g), rules.signed, m, scratch)
-    decode(shape.view(vc), shape.spread(vs, g), rules.unsigned, v, scratch)
-    _moments(n, g, m, v, scratch)
-    for x, codes, scales, table, least in ((m, mc, ms, rules.signed, 0), (v, vc, vs, rules.unsigned, rules.at_least)):
-        scales.copy_(scales_of(shape.largest(torch.abs(x, out=scratch("scaled", x)))))
-        encode(x, shape.spread(inverse(scales), x), table, least, shape.view(codes), scratch)
-    return _apply(n, shape.view(p), _direction(rules, n, g, m, v, scratch), scratch)
+    p, mc, vc = shape.view(p), shape.view(mc), shape.view(vc)
+    buffers = scratch(p)
+    g = _finite(rules, shape.view(g), buffers)
+    m, v = buffers["m"], buffers["v"]
+    decode(mc, shape.spread(ms, g), rules.signed, m, buffers)
+    decode(vc, shape.spread(vs, g), rules.unsigned, v, buffers)
+    _moments(n, g, m, v, buffers)
+    for x, magnitude, codes, scales, table, least in (
+        (m, torch.abs(m, out=buffers["scaled"]), mc, ms, rules.signed, 0),
+        (v, v, vc, vs, rules.unsigned, rules.at_least),
+    ):
+        scales.copy_(scales_of(shape.largest(magnitude)))
+        encode(x, shape.spread(inverse(scales), x), table, least, codes, buffers)
+    return _apply(n, p, _direction(rules, n, g, m, v, buffers), buffers)
 
 
-def _finite(g: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """In float32; what is not finite as NaN, what is not normal as zero."""
-    g = flush_(scratch("g", g).copy_(g))
-    return g.add_(g, alpha=0)  # infinity times zero is NaN
+def _finite(rules: Rules, g: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+    """In float32; what is not finite as NaN.
+
+    What is not normal stays until a product with a number below 1, or with itself, or is flushed before any other.
+    """
+    if g.dtype == torch.float32:
+        g = torch.add(g, g, alpha=0, out=buffers["g"])  # infinity times zero is NaN
+    else:
+        g = buffers["g"].copy_(g)
+        g.add_(g, alpha=0)
+    return flush_(g) if rules.nesterov else g
 
 
-def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scratch: Scratch) -> None:
-    part = flush_(torch.mul(g, n.c1, out=scratch("scaled", g)))
-    if n.c1 > 0.125:  # else no finite number reaches 2**125
+def _moments(n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, buffers: Buffers) -> None:
+    part = flush_(torch.mul(g, n.c1, out=buffers["scaled"]))
+    if n.may_overflow:
         part.clamp_(-float(LARGEST), float(LARGEST))
     flush_(product_(m, n.b1).add_(part))
-    square = product(g, g, scratch("scaled", g))
+    square = magnify(g, g, buffers["scaled"])  # what is not normal is flushed in the next product
     flush_(product_(v, n.b2).add_(flush_(square.mul_(n.c2))))
 
 
 def _direction(
-    rules: Rules, n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, scratch: Scratch
+    rules: Rules, n: Numbers, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, buffers: Buffers
 ) -> torch.Tensor:
     """In memory of its own; `g` and `v` are scratch afterwards."""
-    out = scratch("out", g)
+    out = magnify(m, n.ahead if rules.nesterov else n.correct1, buffers["out"])
     if rules.nesterov:
-        product_(product(m, n.ahead, out), n.b1)
-        flush_(out.add_(product_(product_(g, n.correct1), n.c1)))
-    else:
-        product(m, n.correct1, out)
-    return flush_(out.div_(sqrt_(product_(v, n.correct2), scratch).add_(n.eps)))
+        flush_(product_(out, n.b1).add_(product_(magnify_(g, n.correct1), n.c1)))
+    return flush_(out.div_(sqrt_(magnify_(v, n.correct2), buffers).add_(n.eps)))
 
 
-def _apply(n: Numbers, p: torch.Tensor, u: torch.Tensor, scratch: Scratch) -> None:
+def _apply(n: Numbers, p: torch.Tensor, u: torch.Tensor, buffers: Buffers) -> None:
     """Moves parameters along a direction, which is scratch afterwards."""
-    p32 = p if p.dtype == torch.float32 else scratch("p", u).copy_(p)
-    if n.decay:
-        u.add_(product(p32, n.decay, scratch("scaled", u)))
+    p32 = p if p.dtype == torch.float32 else buffers["p"].copy_(p)
+    if n.decays:
+        part = flush_(torch.mul(p32, n.decay, out=buffers["scaled"]))
+        if n.decay_may_overflow:
+            part.clamp_(-float(LARGEST), float(LARGEST))
+        u.add_(part)
     p32.sub_(product_(u, n.lr))
     if p32 is not p:
         p.copy_(p32)

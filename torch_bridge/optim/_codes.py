@@ -5,6 +5,7 @@ is not normal is flushed, as XLA and the reference do.
 """
 
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -12,8 +13,25 @@ import torch
 from ragged_jax.optim._maps import CELLS, CodeMap
 from ragged_jax.optim._reference import LARGEST, SMALLEST_SCALE, TINY
 
-_LARGEST, _SMALLEST_SCALE = float(LARGEST), float(SMALLEST_SCALE)
-_SUBNORMAL = float(np.nextafter(TINY, np.float32(0)))  # the largest
+_LARGEST = float(LARGEST)
+_SUBNORMAL, _TOO_SMALL = (float(np.nextafter(x, np.float32(0))) for x in (TINY, SMALLEST_SCALE))  # the largest ones
+_hardshrink = torch.ops.aten.hardshrink.out
+
+
+class Buffers(dict[str, torch.Tensor]):
+    """Memory of one shape for intermediate results, by name; made when first asked for. The rest is float32."""
+
+    _DTYPES: ClassVar = {"cell": torch.int32, "low": torch.int32, "root": torch.float64}
+
+    def __init__(self, scratch: "Scratch", like: torch.Tensor):
+        super().__init__()
+        self._scratch, self._shape, self._device = scratch, like.shape, like.device
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        dtype = self._DTYPES.get(name, torch.float32)
+        flat = self._scratch.memory(name, self._shape.numel(), dtype, self._device)
+        self[name] = flat.view(self._shape)
+        return self[name]
 
 
 class Scratch:
@@ -23,24 +41,25 @@ class Scratch:
     """
 
     def __init__(self):
-        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
-        self._views: dict[tuple[str, torch.dtype, torch.device, torch.Size], torch.Tensor] = {}
+        self._memory: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._buffers: dict[tuple[torch.Size, torch.device], Buffers] = {}
 
-    def __call__(self, name: str, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory of the shape of `like`; under one name, the same every time."""
-        key = name, dtype, like.device
-        if (view := self._views.get((*key, like.shape))) is None:
-            if key not in self._buffers or self._buffers[key].numel() < like.numel():
-                self._buffers[key] = torch.empty(like.numel(), dtype=dtype, device=like.device)
-                self._views = {k: x for k, x in self._views.items() if k[:3] != key}
-            view = self._buffers[key][: like.numel()].view(like.shape)
-            self._views[(*key, like.shape)] = view
-        return view
+    def __call__(self, like: torch.Tensor) -> Buffers:
+        """Memory of the shape of `like`; the same every time."""
+        key = like.shape, like.device
+        if (found := self._buffers.get(key)) is None:
+            found = self._buffers[key] = Buffers(self, like)
+        return found
+
+    def memory(self, name: str, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        if (found := self._memory.get((name, device))) is None or found.numel() < numel:
+            found = self._memory[name, device] = torch.empty(numel, dtype=dtype, device=device)
+        return found[:numel]
 
 
 def flush_(x: torch.Tensor) -> torch.Tensor:
     """In place, subnormal numbers as zero."""
-    return torch.ops.aten.hardshrink.out(x, _SUBNORMAL, out=x)
+    return _hardshrink(x, _SUBNORMAL, out=x)
 
 
 def product_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -48,12 +67,17 @@ def product_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return flush_(x.mul_(y)).clamp_(-_LARGEST, _LARGEST)
 
 
-def product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def magnify_(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The same without a flush: of normal numbers with what is at least 1, or where the next product flushes."""
+    return x.mul_(y).clamp_(-_LARGEST, _LARGEST)
+
+
+def magnify(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The same in `out`."""
-    return flush_(torch.mul(x, y, out=out)).clamp_(-_LARGEST, _LARGEST)
+    return torch.mul(x, y, out=out).clamp_(-_LARGEST, _LARGEST)
 
 
-def sqrt_(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+def sqrt_(x: torch.Tensor, buffers: Buffers) -> torch.Tensor:
     """The square root, rounded right, as torch's own in float32 on a CPU is not; NaN stays NaN."""
     if x.device.type != "cpu":
         return x.sqrt_()
@@ -61,46 +85,48 @@ def sqrt_(x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
         numbers = x.numpy()
         np.sqrt(numbers, out=numbers)
         return x
-    return x.copy_(scratch("root", x, torch.float64).copy_(x).sqrt_())
+    return x.copy_(buffers["root"].copy_(x).sqrt_())
 
 
 def scales_of(largest: torch.Tensor) -> torch.Tensor:
     """The scales of blocks with this largest magnitude."""
-    return torch.where(largest < _SMALLEST_SCALE, 0.0, largest)
+    return _hardshrink(largest, _TOO_SMALL, out=torch.empty_like(largest))
 
 
 def inverse(scales: torch.Tensor) -> torch.Tensor:
     """What elements are multiplied with before they are coded."""
-    return torch.where(scales == 0, 0.0, scales.reciprocal())
+    return scales.reciprocal().nan_to_num_(nan=float("nan"), posinf=0.0)  # infinite where a scale is zero
 
 
-def decode(codes: torch.Tensor, scales: torch.Tensor, table: CodeMap, out: torch.Tensor, scratch: Scratch):
-    """In `out`, the float32 numbers that codes stand for. `scales` broadcasts against them."""
-    index = scratch("cell", codes, torch.int32).copy_(codes)
+def decode(codes: torch.Tensor, scales: torch.Tensor, table: CodeMap, out: torch.Tensor, buffers: Buffers) -> None:
+    """In `out`, the float32 numbers that codes stand for. `scales` broadcasts against them.
+
+    What is not normal is not flushed yet: a product with a number of at most 1 comes next, and has the same bits.
+    """
+    index = buffers["cell"].copy_(codes)
     torch.index_select(_values(table, codes.device), 0, index.view(-1), out=out.view(-1))
-    return flush_(out.mul_(scales))
+    out.mul_(scales)
 
 
 def encode(
-    x: torch.Tensor, inverses: torch.Tensor, table: CodeMap, at_least: int, out: torch.Tensor, scratch: Scratch
+    x: torch.Tensor, inverses: torch.Tensor, table: CodeMap, at_least: int, out: torch.Tensor, buffers: Buffers
 ) -> None:
     """In `out`, uint8, codes of float32 numbers in blocks of these inverse scales, which broadcast against them.
 
-    The upper 16 bits of a number select a cell that holds at most one midpoint; adding the lower ones to the cell's
-    entry carries over where they exceed that midpoint's.
+    The upper 16 bits of a number select a cell that holds at most one midpoint; adding the number to the cell's
+    entry carries over where its lower bits exceed that midpoint's.
     """
-    bits = torch.mul(x, inverses, out=scratch("scaled", x)).view(torch.int32)
-    low = scratch("low", x, torch.int32)
+    bits = torch.mul(x, inverses, out=buffers["scaled"]).view(torch.int32)
+    cell, code = buffers["low"], buffers["cell"]
     if table.signed:
-        torch.bitwise_right_shift(bits, 31, out=low)
-        low.bitwise_xor_(bits).bitwise_and_(0xFFFF)  # inverted for negative numbers, so that it rises
+        number = torch.bitwise_right_shift(bits, 31, out=cell).bitwise_xor_(bits)  # rises with the magnitude
+        cell = bits.bitwise_right_shift_(16)
     else:
-        torch.bitwise_and(bits, 0xFFFF, out=low)
-    cell = bits.bitwise_right_shift_(16).bitwise_and_(0xFFFF)
-    code = scratch("cell", x, torch.int32)
-    torch.index_select(_cells(table, x.device), 0, cell.view(-1), out=code.view(-1))
-    code.add_(low).bitwise_right_shift_(16)
-    out.copy_(code.clamp_(min=at_least) if at_least else code)
+        number = bits
+        torch.bitwise_right_shift(bits, 16, out=cell)
+    cell.bitwise_and_(0xFFFF)
+    torch.index_select(_cells(table, x.device, at_least), 0, cell.view(-1), out=code.view(-1))
+    out.copy_(code.add_(number).bitwise_right_shift_(16))
 
 
 @cache
@@ -109,16 +135,19 @@ def _values(table: CodeMap, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _cells(table: CodeMap, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(cells(table)).to(device)
+def _cells(table: CodeMap, device: torch.device, at_least: int) -> torch.Tensor:
+    return torch.from_numpy(cells(table, at_least)).to(device)
 
 
-def cells(table: CodeMap) -> np.ndarray:
-    """int32 [65536]: for the upper 16 bits of a float32, its code where the lower are 0, and what they lack to carry.
+def cells(table: CodeMap, at_least: int = 0) -> np.ndarray:
+    """int32 [65536]: for the upper 16 bits of a float32, what is to be added to all of its bits.
+
+    The upper half of the sum is its code, or `at_least`. Of a negative number in a signed map the bits are inverted.
 
     Example:
       >>> from ragged_jax.optim import code_map
-      >>> int(cells(code_map("dynamic", signed=True))[np.float32(1).view(np.uint32) >> 16] >> 16)
+      >>> one = np.float32(1).view(np.int32)
+      >>> int(cells(code_map("dynamic", signed=True))[one >> 16] + one >> 16)
       255
     """
     upper = np.arange(1 << 16)
@@ -129,4 +158,6 @@ def cells(table: CodeMap) -> np.ndarray:
         found = np.where(negative, np.int32(0xFFFF), table.cells[cell])
     else:
         found = table.cells[cell + negative * (last + 1)]
-    return (found ^ 0xFFFF).astype(np.int32)
+    code_and_lack = np.maximum(found.astype(np.int64) ^ 0xFFFF, at_least << 16)
+    added = upper ^ 0xFFFF * negative if table.signed else upper
+    return (code_and_lack - (added << 16)).astype(np.uint32).view(np.int32)

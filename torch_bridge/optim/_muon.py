@@ -1,5 +1,6 @@
 """Muon: every matrix is gathered once to one rank, orthogonalised there, and sent back."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,8 +17,8 @@ from ragged_jax.optim._tensor import Rule
 from .._runtime import Runtime
 from ._adamw import adamw_update, make_adamw_state, named_moments
 from ._joined import Runs, zeros_beside
-from ._newton_schulz import NewtonSchulz, each_matrix
-from ._owners import Owners, Sending
+from ._newton_schulz import NewtonSchulz, each_matrix, likeness
+from ._owners import Owned, Owners, Sending
 from ._routing import dims_of, routing_of_locals, tensor_of
 from ._sharded import ShardedOptimizer, StateTensor, flat, local_of
 
@@ -195,7 +196,7 @@ class Muon(ShardedOptimizer):
                 u = mixed[p]
                 if self.local(p).home is None:
                     items = u.split(self._forms[p].numel)
-                    u = torch.cat([each_matrix(self._forms[p], schulz[p], item) for item in items])
+                    u = torch.cat([*each_matrix(self._forms[p], schulz[p], items)])
                 if group["weight_decay"]:
                     u = u + flat(p).float() * group["weight_decay"]
                 p.copy_((flat(p).float() - u * group["lr"]).view(p.shape))
@@ -271,8 +272,12 @@ class _Running:
     def finish(self, schulz: dict[torch.Tensor, NewtonSchulz]) -> dict[torch.Tensor, torch.Tensor]:
         """The parts, orthogonalised."""
         own = self._sending.wait()
+        alike: dict[Any, list[Owned]] = defaultdict(list)
         for item in self._owners.owned:
-            stored = item.of(own)
-            stored.copy_(each_matrix(item.form, schulz[self._params[item.tensor]], stored))
+            alike[likeness(item.form), schulz[self._params[item.tensor]]].append(item)
+        for (_, function), items in alike.items():
+            stored = [item.of(own) for item in items]
+            for x, made in zip(stored, each_matrix(items[0].form, function, stored), strict=True):
+                x.copy_(made)
         self._owners.send_back(own, self._shards)
         return self._parts
