@@ -63,6 +63,17 @@ def test_bytes_of_a_rank(world):
 
 
 @pytest.mark.parametrize("world", [(1024, 0)], indirect=True)
+def test_a_unit_is_one_message_unless_a_plan_says_otherwise(world):
+    """Tensors are views of their slab here, so nothing is gained by slabs of their own."""
+    with torch.device("meta"):
+        model = model_of(32000, 2048, 5632, 2)
+    assert [len(bucket.slabs) for bucket in tb.plan_module(model, world, units=Layer).layout.buckets] == [1, 1, 1]
+    assert len(tb.plan_module(model, world, units=Layer, profile="h100").layout.buckets[1].slabs) > 1
+    tb.fully_shard(model, units=Layer)
+    assert all(len(memory.slabs) == 1 for unit in runtime_of(model).units for memory in unit._memories)
+
+
+@pytest.mark.parametrize("world", [(1024, 0)], indirect=True)
 def test_matrices_that_one_rank_has_to_itself_are_reported(world):
     model = tb.fully_shard(model_of(1601, 48, 100, 3), units=Layer)
     (note,) = tb.optim.Muon(model.parameters(), adamw_lr=1e-3).routing.notes

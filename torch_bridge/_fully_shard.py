@@ -8,12 +8,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed, named
 from ragged_jax.planner import Plan
-from ragged_jax.planner import plan as make_plan
 
 from ._homes import register
 from ._layouts import unstacked as unstacked_layout
 from ._memory import materialize_buffers
-from ._plan import Part, Units, parts_of
+from ._plan import Part, Units, parts_of, plan_of
 from ._reduction import Groups, has_hooks
 from ._runtime import Runtime
 from ._unit import Unit
@@ -82,7 +81,10 @@ def fully_shard(
     parts = parts_of(module, units, names)
     if hooked := sorted(name for part in parts for name, x in part.tensors.items() if has_hooks(x)):
         raise ValueError(f"hooks of these parameters would be lost, add them after `fully_shard`: {named(hooked)}")
-    layout, buckets = _layout(parts, dist.get_world_size(groups.shard), block, plan)
+    num_shards, block = dist.get_world_size(groups.shard), block or elements(1)
+    if plan is None:
+        plan = plan_of(parts, num_shards, block, is_flax=names is not None)
+    layout, buckets = _layout(parts, num_shards, block, plan)
     check_viewable(layout.buckets, {name: seen for part in parts for name, seen in part.seen.items()})
     place = _device(module, mesh, device)
     made = []
@@ -122,13 +124,10 @@ def _device(module: nn.Module, mesh: DeviceMesh | None, device: torch.device | s
 
 
 def _layout(
-    parts: list[Part], num_shards: int, block: BlockRule | None, given: Plan | Layout | None
+    parts: list[Part], num_shards: int, block: BlockRule, given: Plan | Layout
 ) -> tuple[Layout, list[Bucket]]:
     """The layout to follow, and the bucket of each part."""
-    groups = [part.group(block or elements(1)) for part in parts]
-    if given is None:
-        layout = make_plan(groups, num_shards).layout
-        return layout, [layout.bucket(group.name) for group in groups]
+    groups = [part.group(block) for part in parts]
     if not isinstance(given, Plan | Layout):
         raise TypeError(f"plan={given!r} is neither a plan nor a layout; that of a file is `tb.load_layout(path)`")
     layout = unstacked_layout(given.layout if isinstance(given, Plan) else given)

@@ -142,13 +142,21 @@ def plan_module(
       block: what must stay whole, as for `ragged_jax`; patterns are of paths with slashes (`blocks/*/mlp/weight`).
       names: from the layout's names and shapes, a Flax model's say, to the module's. The plan is then the Flax
         model's own, with the same fingerprint; see `flax_names`.
-      options: of `ragged_jax.planner.plan`.
+      options: of `ragged_jax.planner.plan`. Without `names` the profile is `torch-nccl`: the tensors of a unit
+        share a slab, which is one message, where they can.
 
     Example:
       >>> plan_module(nn.Linear(1000, 64), 7).padding_fraction < 0.01
       True
     """
-    return plan([part.group(block) for part in parts_of(module, units, names)], num_shards, **options)
+    return plan_of(parts_of(module, units, names), num_shards, block, is_flax=names is not None, **options)
+
+
+def plan_of(parts: Sequence[Part], num_shards: int, block: BlockRule, is_flax: bool, **options: Any) -> Plan:
+    """The plan of units: one that suits torch, or the one that a Flax model of the same tensors would have."""
+    if not is_flax:
+        options = {"profile": "torch-nccl", **options}
+    return plan([part.group(block) for part in parts], num_shards, **options)
 
 
 def _matches(units: Units, name: str, module: nn.Module) -> bool:

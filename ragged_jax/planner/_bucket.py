@@ -141,7 +141,9 @@ class BucketPlanner:
         pools: dict[tuple[str, str, Any], tuple[list[Member], list[Member]]] = defaultdict(lambda: ([], []))
         for tensor, member in zip(tensors, all_members, strict=True):
             members, alone = pools[tensor.dtype, tensor.label, tensor.split_axes]
-            (alone if self._divides(member, tensor.nbytes) else members).append(member)
+            # Where tensors are views of a slab, one of their own would only be a message more.
+            apart = self.profile.unpack_copies and self._divides(member, tensor.nbytes)
+            (alone if apart else members).append(member)
         for (dtype, *_), (members, alone) in sorted(pools.items()):
             size = itemsize(dtype)
             align = max(1, self.align_nbytes // size)

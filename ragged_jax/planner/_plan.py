@@ -29,8 +29,9 @@ def plan(
 
     A tensor whose blocks divide evenly over the shards along dim 0 keeps its natural shape in a slab of its
     own: no padding, no copy. The rest shares slabs, with others of the same granularity or where that fills
-    gaps, at planned offsets. No bucket takes more bytes than cutting each of its tensors by itself would, in
-    whole blocks along dim 0, nor than one slab for all that does not divide.
+    gaps, at planned offsets. In torch, where a tensor is a view of its slab, all tensors share slabs: a message
+    less for each. No bucket takes more bytes than cutting each of its tensors by itself would, in whole blocks
+    along dim 0, nor than one slab for all that does not divide.
 
     Args:
       groups: the tensors of each bucket, in the order in which the forward pass needs them. The order of the
