@@ -112,7 +112,7 @@ def ragged(c: Config, target: str, num_devices: int, keep_head: bool = False) ->
 
     def unit(f):
         """Of the last unit the gathered copy is needed again at once: it may be kept for backward."""
-        return (lambda w, x: f(rj.unshard(w), x)) if keep_head and f.__name__ == "head" else rj.unsharded(f)
+        return rj.unsharded(f, reshard=not (keep_head and f.__name__ == "head"))
 
     def loss(params, x, y):
         return models.loss(c, params, x, y, unit=unit, layer=layer, pin=lambda x: x)

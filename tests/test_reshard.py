@@ -1,8 +1,9 @@
-"""Which units gather their weights again in backward; counted before XLA:CPU merges equal gathers."""
+"""What backward does to units, as jax has it, before XLA:CPU merges equal gathers and drops barriers."""
 
 import jax
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 from models import make_mesh
 
@@ -30,16 +31,19 @@ class Deep(nnx.Module):
         return x
 
 
-def gathers(jaxpr, found=()) -> list[int]:
-    """The elements of each gathered shard, nested programs included."""
+def equations(jaxpr):
+    """Nested programs included."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "all_gather":
-            found = (*found, eqn.invars[0].aval.size)
+        yield eqn
         for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
             if hasattr(inner, "eqns"):
-                found = gathers(inner, found)
-    return found
+                yield from equations(inner)
+
+
+def gathers(jaxpr) -> list[int]:
+    """The elements of each gathered shard."""
+    return [eqn.invars[0].aval.size for eqn in equations(jaxpr) if eqn.primitive.name == "all_gather"]
 
 
 def count(rule) -> list[int]:
@@ -78,6 +82,79 @@ def test_pytrees():
 
     found = gathers(jax.make_jaxpr(rj.value_and_grad(loss))(tree, X).jaxpr)
     assert [found.count(9 + 2 * i) for i in range(3)] == [1, 2, 1]
+
+
+WIDE = 40  # of the head
+OUTER = {"axis": "fsdp", "units": ("head", "layers"), "reshard_after_forward": False}
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, scan):
+        layer = lambda key: nnx.Linear(6, 6, rngs=nnx.Rngs(params=key))
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.layers = nnx.vmap(layer)(keys) if scan else nnx.List([layer(key) for key in keys])
+        self.head = nnx.Linear(6, WIDE, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        if not isinstance(self.layers, nnx.Linear):
+            return self.head(self.layers[2](self.layers[1](self.layers[0](x))))
+        return self.head(nnx.scan(lambda w, x: w(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x))
+
+
+class LinenModel(nn.Module):
+    scan: bool
+
+    @nn.compact
+    def __call__(self, x):
+        if not self.scan:
+            return nn.Dense(WIDE, name="head")(nn.Dense(6, name="layers_0")(x))
+        scan = nn.scan(
+            lambda w, x, _: (w(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+        )
+        return nn.Dense(WIDE, name="head")(scan(nn.Dense(6, name="layers"), x, None)[0])
+
+
+def barriers(kind: str, scan: bool) -> list[list[tuple[int, ...]]]:
+    """The shapes of what each barrier of a step holds together."""
+    mesh = make_mesh(4)
+    stacked = {"stacked": "layers"} if scan else {}
+    if kind == "nnx":
+        names = OUTER["units"] if scan else ("head", "layers/*")
+        model = rj.fully_shard(NnxModel(scan), mesh, **OUTER | {"units": names}, **stacked)
+        graphdef, state = nnx.split(model)
+        step = lambda s, x: rj.value_and_grad(lambda model, x: (model(x) ** 2).mean())(nnx.merge(graphdef, s), x)
+    elif kind == "linen":
+        model = LinenModel(scan)
+        state = model.init(jax.random.key(0), X)["params"]
+        state = rj.shard_tree(state, mesh, **OUTER | {"units": ("head", "layers*")}, **stacked)
+        step = rj.value_and_grad(lambda p, x: (model.apply({"params": p}, x) ** 2).mean())
+    else:
+        layers = np.ones((3, 6, 6), np.float32)
+        state = {"head": {"w": np.ones((6, WIDE), np.float32)}}
+        state |= {"layers": {"w": layers} if scan else [{"w": w} for w in layers]}
+        state = rj.shard_tree(state, mesh, **OUTER | {"units": ("head", "layers" if scan else "layers/*")}, **stacked)
+        layer = rj.unsharded(lambda w, x: x @ w["w"])
+
+        def loss(p, x):
+            if scan:
+                x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, p["layers"])
+            else:
+                for w in p["layers"]:
+                    x = layer(w, x)
+            return (layer(p["head"], x) ** 2).mean()
+
+        step = rj.value_and_grad(loss)
+    found = [eqn for eqn in equations(jax.make_jaxpr(step)(state, X).jaxpr) if eqn.primitive.name.endswith("barrier")]
+    return [[x.aval.shape for x in eqn.outvars] for eqn in found]
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen", "pytree"])
+def test_beside_a_scan_gradients_are_reduced_before_backward_goes_on(kind):
+    """The gradient of the input is handed to the scan together with the shards of those of the weights."""
+    (held,) = barriers(kind, scan=True)
+    assert (1, 6) in held, "the gradient of this device's part of the batch"
+    assert sum(np.prod(shape) for shape in held if shape != (1, 6)) == -(-(6 * WIDE + WIDE * (kind != "pytree")) // 4)
+    assert not barriers(kind, scan=False), "in a list the reduction may run beside the layer before"
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,11 @@ def run_ranks(worker: str, size: int, folder: Path, *arguments: str, timeout: fl
     """Runs a worker on `size` ranks. Returns what failed, by rank and case.
 
     The worker is called as `WORKER RANK SIZE STORE OUT ARGUMENTS...` and ends with `run_cases`. A rank that a signal
-    ended is shown with its trace, and the job run once more: it was seen twice, and its cause is not known yet
-    (docs/design/torch_bridge.md).
+    ended is shown with its number and trace, and the job run once more (docs/design/torch_bridge.md).
     """
     ended = _run(worker, size, folder, arguments, timeout)
-    if signalled := {rank: text for rank, (code, text) in enumerate(ended) if code < 0}:
-        print(f"{worker} on {size} ranks: ended by a signal:", *signalled.items(), sep="\n")
+    if signalled := [f"rank {rank}, signal {-code}:\n{text}" for rank, (code, text) in enumerate(ended) if code < 0]:
+        print(f"{worker} on {size} ranks: ended by a signal", *signalled, sep="\n")
         (folder := folder / "again").mkdir()
         ended = _run(worker, size, folder, arguments, timeout)
     failed = {}

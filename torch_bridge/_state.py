@@ -19,13 +19,13 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
     """
     units = runtime_of(module).units
     held = [unit.is_held for unit in units]
-    for unit in units:
-        unit.reshard()  # what is whole since a pass that was not finished may be out of date
-        unit.start_unshard()
-    for unit in units:
-        unit.unshard()
-        unit.is_held = True
     try:
+        for unit in units:
+            unit.reshard()  # what is whole since a pass that was not finished may be out of date
+            unit.start_unshard()
+        for unit in units:
+            unit.unshard()
+            unit.is_held = True
         yield module
         if writeback:
             for unit in units:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import linen as nn
 
-from ..fsdp import ShardedTree, around_calls, drop_unsharded, unshard
+from ..fsdp import ShardedTree, around_calls, drop_unsharded, settling, unshard
 from ..fsdp import _check as check
 
 _RUN = "_run_unsharded"  # the name of the function that is lifted
@@ -30,8 +30,9 @@ def gather_units(next_fun: Callable, args: tuple, kwargs: dict[str, Any], contex
             "to be read. Name the collections that change, as in `mutable=['batch_stats']`, or all but "
             "these: `mutable=flax.linen.DenyList('params')`"
         )
-    if tree.is_stack:
-        return next_fun(*args, **kwargs)  # the scan inside will call with one layer
+    # The scan inside will call with one layer; a lifted function, which is no method, calls those it needs.
+    if tree.is_stack or not hasattr(context.module, context.method_name):
+        return next_fun(*args, **kwargs)
     return _gathered(context.module, context.method_name, tree, args, kwargs)
 
 
@@ -51,18 +52,15 @@ def _gathered(module: nn.Module, name: str, tree: ShardedTree, args: tuple, kwar
         args, kwargs = jax.tree.unflatten(treedef, parts)
         return unit.precision.outputs(getattr(module, name)(*args, **kwargs))
 
-    # Not mutable in fact, since `params` is not. But what is said to be read only Flax turns into a FrozenDict.
-    run = nn.map_variables(_run_unsharded, "params", _whole, mutable=True)
-    if unit.reshard:
-        run = nn.remat(run, policy=unit.policy or drop_unsharded, prevent_cse=not unit.stacked)
-    return run(module, [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic])
+    def lifted(tree: ShardedTree, values: list) -> Any:
+        # Not mutable in fact, since `params` is not. But what is said to be read only Flax turns into a FrozenDict.
+        run = nn.map_variables(_run_unsharded, "params", lambda held: {**held, "params": unshard(tree)}, mutable=True)
+        if unit.reshard:
+            run = nn.remat(run, policy=unit.policy or drop_unsharded, prevent_cse=not unit.stacked)
+        return run(module, values)
 
-
-def _whole(variables: dict[str, Any]) -> dict[str, Any]:
-    def whole(x: Any) -> Any:
-        return unshard(x) if isinstance(x, ShardedTree) and not x.is_stack else x
-
-    return {collection: whole(x) for collection, x in variables.items()}
+    run = settling(lifted) if unit.beside_scan else lifted
+    return run(tree, [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic])
 
 
 around_calls.append(lambda: nn.intercept_methods(gather_units))

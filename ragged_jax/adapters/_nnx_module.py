@@ -16,7 +16,7 @@ from flax import nnx
 from flax.nnx import reprlib
 from jax.sharding import PartitionSpec
 
-from ..fsdp import SlabOf, Unit, only_copied, resharding, slabs_in, unshard_unit
+from ..fsdp import SlabOf, Unit, only_copied, resharding, settling, slabs_in, unshard_unit
 from ..layout import Slab
 from ._nnx_find import Path, get_path, set_path
 
@@ -249,6 +249,8 @@ def _gathering(method: Callable, name: str) -> Callable:
 
         if info.unit.reshard:
             run = resharding(run, info.unit.policy, scanned=info.unit.stacked)
+        if info.unit.beside_scan:
+            run = settling(run)
         out, left = run(params, state)
         nnx.update((self, args, kwargs), left)
         return out

@@ -59,6 +59,7 @@ from ._remat import resharding as resharding
 from ._reshard import ReshardRule as ReshardRule
 from ._reshard import reshard_flags as reshard_flags
 from ._rules import Rules as Rules
+from ._settle import settling as settling
 from ._sharded_tree import ShardedTree as ShardedTree
 from ._sharded_tree import unshard as unshard
 from ._sharded_tree import unsharded as unsharded

@@ -17,6 +17,7 @@ _SPARSE_CORE = (
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
     "xla_tpu_enable_sparse_core_collective_offload_nd_reduce_scatter",
     "xla_tpu_enable_sparse_core_reduce_scatter_v2",
+    "xla_tpu_enable_sparse_core_reduce_scatter_padding",
     "xla_tpu_use_tc_device_shape_on_sc",
     "xla_sc_disable_megacore_partitioning",
 )

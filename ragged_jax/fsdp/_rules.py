@@ -59,8 +59,11 @@ class Rules:
             check_layout_on_all_processes(layout, self.mesh, axes, precision=self.precision)
         reshard = {"": True, **reshard_flags(self.reshard_after_forward, [name for name in names if name])}
 
+        scanned = any(bucket.stack is not None for bucket in layout.buckets)
+
         def unit(name: str) -> Unit:
-            rule = precision_for(name, self.precision)
-            return Unit(layout.bucket(name), self.mesh, axes, layout.shares, rule, reshard[name], self.policy)
+            rule, bucket = precision_for(name, self.precision), layout.bucket(name)
+            beside = scanned and bucket.stack is None
+            return Unit(bucket, self.mesh, axes, layout.shares, rule, reshard[name], self.policy, beside)
 
         return {name: unit(name) for name in names}

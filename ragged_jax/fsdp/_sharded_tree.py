@@ -12,6 +12,7 @@ from ._check import is_array
 from ._pickle import only_copied
 from ._precision import FULL
 from ._remat import resharding
+from ._settle import settling
 from ._unit import Arrays, Unit
 from ._unshard import unshard_unit
 
@@ -176,9 +177,12 @@ def unsharded(function: Callable, *, policy: Callable | None = None, reshard: bo
             return precision.outputs(function(*args, **kwargs))
 
         values = [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic]
+        gathered = run
         if all(unit.reshard for unit in units) if reshard is None else reshard:
-            return resharding(run, policy or kept, scanned=any(unit.stacked for unit in units))(values)
-        return run(values)
+            gathered = resharding(run, policy or kept, scanned=any(unit.stacked for unit in units))
+        if any(unit.beside_scan for unit in units):
+            gathered = settling(gathered)
+        return gathered(values)
 
     return wrapped
 

@@ -43,6 +43,7 @@ class Unit:
       precision: the dtypes of its collectives and of what it computes.
       reshard: whether gathered weights are dropped after the forward pass.
       policy: what the backward pass keeps otherwise.
+      beside_scan: whether it is no layer of a scan, and others are.
     """
 
     bucket: Bucket
@@ -52,6 +53,7 @@ class Unit:
     precision: MixedPrecision = FULL
     reshard: bool = True
     policy: Callable | None = None
+    beside_scan: bool = False
 
     def __repr__(self):
         name, slabs = self.bucket.name or "(root)", len(self.bucket.slabs)
@@ -62,7 +64,8 @@ class Unit:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.bucket, self.mesh, self.axes, self.shares, self.precision, self.reshard, self.policy))
+        how = (self.precision, self.reshard, self.policy, self.beside_scan)
+        return hash((self.bucket, self.mesh, self.axes, self.shares, *how))
 
     @property
     def axis(self) -> str:
