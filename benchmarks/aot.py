@@ -3,7 +3,8 @@
 The step is AdamW on float32 masters, computed in bfloat16, one sequence a device (eight images for the ViT); each
 layer keeps its input and nothing else for the backward pass, in every variant. `options` are `rj.compiler_options`,
 given to both. With `head kept` the output matrix stays gathered between forward
-and backward. Nothing is ever allocated: parameters are shapes.
+and backward. On TPU the plan stores q, k and v with their outputs in front (`axis_order`), as the products want them.
+Nothing is ever allocated: parameters are shapes.
 
     python benchmarks/aot.py --out benchmarks/results/aot
 """
@@ -106,7 +107,8 @@ def pinned(state: Any, params: Any, mesh: Mesh) -> Any:
 def ragged(c: Config, target: str, num_devices: int, keep_head: bool = False) -> tuple[Any, Callable, Mesh]:
     mesh = mesh_of(target, num_devices, AxisType.Explicit)
     how = {"units": ("embed", "layers" if c.scan else "layers/*", "head"), "stacked": "layers" if c.scan else None}
-    plan = rj.plan(abstract_params(c), num_devices, profile=target, **how)
+    order = {} if target == "h100" else {"axis_order": {"layers/*[qkv]": (1, 0)}}
+    plan = rj.plan(abstract_params(c), num_devices, profile=target, **order, **how)
     params = rj.shard_tree(abstract_params(c), mesh, axis=AXIS, plan=plan, precision=PRECISION, **how)
     layer = partial(rj.unsharded, policy=NOTHING)
 

@@ -19,9 +19,9 @@ CASES = {
     ),
 }
 VARIANTS = ("named_sharding + options", "ragged + options")
-COPIED = (
-    "v5p copies the gathered q, k and v of a model this small into another layout, and runs such a copy, where "
-    "NamedSharding has a product, beside the next gather: one more exposed gather a layer and direction"
+FUSED = (
+    "of a model this small v5p runs v's product inside that of the attention, and the gather of o, which waits for "
+    "that of v, beside no product: one more exposed gather a layer than with NamedSharding"
 )
 
 
@@ -54,5 +54,5 @@ def test_the_small_model_takes_its_share(compiled):
 def test_the_small_model_hides_its_collectives(compiled, request):
     target, _, baseline, ours = compiled
     if target == "v5p":
-        request.applymarker(pytest.mark.xfail(reason=COPIED, strict=True))
+        request.applymarker(pytest.mark.xfail(reason=FUSED, strict=True))
     assert ours["exposed"] <= baseline["exposed"]

@@ -204,6 +204,9 @@ def test_on_tpu_rows_keep_their_width():
     assert plan(groups, 64, profile="h100").layout.padding_nbytes == 0
 
 
+_ORDERS = r"(?s)'v' matches no tensor\n  w: \(0,\) is no order of the dims of shape \(2, 4\)"
+
+
 @pytest.mark.parametrize(
     ("groups", "num_shards", "keywords", "match"),
     [
@@ -212,7 +215,8 @@ def test_on_tpu_rows_keep_their_width():
         ([], 2.0, {}, "num_shards must be"),
         ([], 2, {"align_nbytes": 0}, "align_nbytes must be"),
         ([], 2, {"merge": 0}, "merge must be 'auto' or a number of layers of at least 1, got 0"),
-        ([], 2, {"axis_order": "any"}, "axis_order must be natural or auto, got 'any'"),
+        ([], 2, {"axis_order": "any"}, "axis_order must be natural, auto or a mapping of patterns, got 'any'"),
+        ([Group("a", (TensorSpec("w", (2, 4)),))], 2, {"axis_order": {"v": (1, 0), "w": (0,)}}, _ORDERS),
         ([], 2, {"storage": "tile"}, "storage must be one of row_major, tiled, auto, got 'tile'"),
         ([], 2, {"shares": (1, 2, 3)}, "shares must be 2 integers of at least 1, got .1, 2, 3."),
         ([], 2, {"shares": (1, 0)}, "shares must be 2 integers"),
@@ -335,6 +339,20 @@ def test_another_dim_may_lie_in_front():
     assert Layout.from_json(auto.layout.to_json()) == auto.layout
     with pytest.raises(ValueError, match="stored transposed"):
         auto.layout.ragged_shard("kernel")
+
+
+def test_a_pattern_chooses_the_order_of_the_dims():
+    """Of some of the tensors of a shape, and only where the dim in front divides and elements may be cut anywhere."""
+    shapes = {"0/q": (96, 64), "0/o": (96, 64), "1/q": (64, 96), "2/q": (96, 60), "3/q": (2, 4, 6), "4/q": (96, 64)}
+    tensors = [TensorSpec(n, s, block=rows(1) if n == "4/q" else elements(1)) for n, s in shapes.items()]
+    wanted = {"3/*": (0, 2, 1), "*/q": (1, 0)}
+    orders = {}
+    for num_shards in (2, 8):
+        layout = plan([Group("", tuple(tensors))], num_shards, axis_order=wanted, min_slab_nbytes=0).layout.check()
+        placements = [p for slab in layout.bucket("").slabs for p in slab.placements]
+        orders[num_shards] = {p.tensor.name: p.axis_order for p in placements}
+    expected = dict.fromkeys(shapes) | {"0/q": (1, 0), "1/q": (1, 0)}
+    assert orders == {2: expected | {"2/q": (1, 0), "3/q": (0, 2, 1)}, 8: expected}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -27,9 +28,10 @@ from ._report import BucketReport
 from ._slabs import Divider, Filled, Member
 
 Storage = Literal["row_major", "tiled", "auto"]
+AxisOrder = Literal["natural", "auto"] | Mapping[str, tuple[int, ...]]
 
-_Kind = tuple[str, str, tuple[int, ...], str, tuple[Split, ...]]
-"""Label, dtype, shape, block, splits: no more tells tensors apart."""
+_Kind = tuple[str, str, tuple[int, ...], str, tuple[Split, ...], tuple[int, ...]]
+"""Label, dtype, shape, block, splits, wanted order: no more tells tensors apart."""
 
 
 class BucketPlanner:
@@ -43,10 +45,11 @@ class BucketPlanner:
         align_nbytes: int,
         profile: HardwareProfile,
         storage: Storage,
-        transpose: bool,
+        axis_order: AxisOrder,
     ):
         self.num_shards, self.min_nbytes, self.align_nbytes = num_shards, min_nbytes, align_nbytes
-        self.profile, self.storage, self.transpose = profile, storage, transpose
+        self.profile, self.storage = profile, storage
+        self.axis_order: AxisOrder = axis_order
         self._texts: dict[Block, str] = {}
         self._known: dict[tuple[tuple[_Kind, int], ...], tuple[list[tuple[str, Filled]], BucketReport]] = {}
 
@@ -58,7 +61,9 @@ class BucketPlanner:
             text = texts.get(id(block))
             if text is None:
                 text = texts[id(block)] = self._texts.get(block) or self._texts.setdefault(block, repr(block))
-            by_kind.setdefault((tensor.label, tensor.dtype, tensor.shape, text, tensor.splits), []).append(tensor)
+            order = wanted_order(tensor, self.axis_order)
+            kind = (tensor.label, tensor.dtype, tensor.shape, text, tensor.splits, order)
+            by_kind.setdefault(kind, []).append(tensor)
         kinds = sorted(by_kind)
         signature = tuple([(kind, len(by_kind[kind])) for kind in kinds])
         if signature not in self._known:
@@ -177,7 +182,7 @@ class BucketPlanner:
         placed = ((member.kind, 0),)
         if not member.tiled and (order := self._axis_order(tensor)):
             width = tensor.numel // tensor.shape[order[0]]
-            transposed = None if order[0] == 0 else order
+            transposed = None if order == tuple(range(len(order))) else order
             return Filled(width, shard_numel, shard_numel, placed, tiled, True, transposed)
         width = math.gcd(member.fit, shard_numel) if member.row else 1
         return Filled(width, shard_numel, shard_numel, placed, tiled)
@@ -185,10 +190,20 @@ class BucketPlanner:
     def _axis_order(self, tensor: TensorSpec) -> tuple[int, ...] | None:
         """The dims with one in front that divides: the first, or another where that is asked for and elements
         may be cut anywhere. None: there is none."""
-        dims = range(len(tensor.shape))
-        allowed = dims if self.transpose and tensor.granularity == 1 else dims[:1]
-        front = next((dim for dim in allowed if tensor.shape[dim] % self.num_shards == 0), None)
-        return None if front is None else (front, *(dim for dim in dims if dim != front))
+        dims = tuple(range(len(tensor.shape)))
+        orders = [(front, *dims[:front], *dims[front + 1 :]) for front in dims]
+        if tensor.granularity > 1:
+            orders = orders[:1]
+        elif self.axis_order != "auto":
+            orders = [order for order in (wanted_order(tensor, self.axis_order), dims) if order]
+        return next((order for order in orders if tensor.shape[order[0]] % self.num_shards == 0), None)
+
+
+def wanted_order(tensor: TensorSpec, axis_order: AxisOrder) -> tuple[int, ...]:
+    """The order of the first pattern that the tensor's name matches, or none."""
+    if isinstance(axis_order, str):
+        return ()
+    return next((tuple(order) for p, order in axis_order.items() if fnmatchcase(tensor.name, p)), ())
 
 
 def _member(index: int, tensor: TensorSpec, copies: int, wide: bool) -> Member:

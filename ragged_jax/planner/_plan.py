@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
-from ..layout import Layout
-from ._bucket import BucketPlanner, Storage
+from ..layout import Layout, listed
+from ._bucket import AxisOrder, BucketPlanner, Storage, wanted_order
 from ._group import Group
 from ._hardware import HardwareProfile, hardware
 from ._merge import merge_layers
@@ -19,7 +20,7 @@ def plan(
     *,
     profile: HardwareProfile | str = "h100",
     storage: Storage = "row_major",
-    axis_order: Literal["natural", "auto"] = "natural",
+    axis_order: AxisOrder = "natural",
     merge: int | Literal["auto"] = 1,
     shares: Sequence[int] | None = None,
     min_slab_nbytes: int = 1 << 16,
@@ -42,7 +43,9 @@ def plan(
         is what no device boundary may cut. `auto` does so where the cost model finds that padding costs more
         than un-tiling, and leaves tensors that divide in their natural shape.
       axis_order: `auto` may store a tensor that can be cut anywhere with another dim in front, where that one
-        divides over the shards and the first does not.
+        divides over the shards and the first does not. A mapping from patterns to dims, as in
+        `{"*/query": (1, 0)}`, stores tensors of that name so where they can be cut anywhere and the dim in front
+        divides; the first pattern that matches wins. The dims are those of one layer.
       merge: how many like layers that follow one another share a bucket. `auto` doubles the number, up to 8,
         as long as that saves at least a hundredth of the model; the gathered bucket grows with it.
       shares: for devices of different memory, how many parts of the model each holds, e.g. `(2, 2, 1, 1)`.
@@ -73,8 +76,7 @@ def plan(
         raise ValueError(f"align_nbytes must be an integer of at least 1, got {align_nbytes!r}")
     if storage not in get_args(Storage):
         raise ValueError(f"storage must be one of {', '.join(get_args(Storage))}, got {storage!r}")
-    if axis_order not in ("natural", "auto"):
-        raise ValueError(f"axis_order must be natural or auto, got {axis_order!r}")
+    _check_axis_order(axis_order, groups)
     if merge != "auto" and (type(merge) is not int or merge < 1):
         raise ValueError(f"merge must be 'auto' or a number of layers of at least 1, got {merge!r}")
     shares = _canonical(shares, num_shards)
@@ -85,7 +87,7 @@ def plan(
         align_nbytes=align_nbytes,
         profile=profile,
         storage=storage,
-        transpose=axis_order == "auto",
+        axis_order=axis_order,
     )
     made = _plan(planner, merge_layers(groups, 1 if merge == "auto" else merge), num_shards, shares)
     for num_layers in _MERGES if merge == "auto" else ():
@@ -114,6 +116,21 @@ def _canonical(shares: Sequence[int] | None, num_shards: int) -> tuple[int, ...]
         raise ValueError(f"shares must be {num_shards} integers of at least 1, got {tuple(shares)}")
     divisor = math.gcd(*shares)
     return None if len(set(shares)) == 1 else tuple(share // divisor for share in shares)
+
+
+def _check_axis_order(axis_order: AxisOrder, groups: Sequence[Group]) -> None:
+    if axis_order in ("natural", "auto"):
+        return
+    if not isinstance(axis_order, Mapping):
+        raise ValueError(f"axis_order must be natural, auto or a mapping of patterns, got {axis_order!r}")
+    tensors = [tensor for group in groups for tensor in group.tensors]
+    faults = [f"{p!r} matches no tensor" for p in axis_order if not any(fnmatchcase(t.name, p) for t in tensors)]
+    for tensor in tensors:
+        order = wanted_order(tensor, axis_order)
+        if order and sorted(order) != list(range(len(tensor.shape))):
+            faults.append(f"{tensor.name}: {order} is no order of the dims of shape {tensor.shape}")
+    if faults:
+        raise ValueError("tensors cannot be stored as axis_order says:" + listed(faults))
 
 
 def _check_names(groups: Sequence[Group]) -> None:
