@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, nargs="+", default=[8, 7])
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "init.md")
+    parser.add_argument("--out", type=Path, help="a file for the table")
     parser.add_argument("--measure", nargs=4, metavar=("WAY", "DEVICES", "LAYERS", "WIDTH"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -116,7 +116,8 @@ def main() -> None:
         print(json.dumps(measure(way, *map(int, sizes))))
         return
     text = table(tuple(args.devices), args.layers, args.width)
-    args.out.write_text(text)
+    if args.out:
+        args.out.write_text(text)
     print(text)
 
 

@@ -33,9 +33,10 @@ def _linear(inputs: int, outputs: int, rngs: nnx.Rngs, *, scale: float = 1.0) ->
 def _rotate(x: jax.Array) -> jax.Array:
     """Rotary position embedding of `x` [batch, time, heads, features] (Su et al., arXiv:2104.09864)."""
     half = x.shape[-1] // 2
-    angles = jnp.outer(jnp.arange(x.shape[1], dtype=x.dtype), 1e4 ** -jnp.linspace(0, 1, half))[None, :, None]
+    angles = jnp.outer(jnp.arange(x.shape[1], dtype=jnp.float32), 1e4 ** -jnp.linspace(0, 1, half))[None, :, None]
     a, b = x[..., :half], x[..., half:]
-    return jnp.concatenate([a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)], -1)
+    rotated = a * jnp.cos(angles) - b * jnp.sin(angles), a * jnp.sin(angles) + b * jnp.cos(angles)
+    return jnp.concatenate(rotated, -1).astype(x.dtype)
 
 
 class Block(nnx.Module):

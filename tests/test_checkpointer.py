@@ -292,6 +292,17 @@ def test_what_does_not_fit_is_named_at_once(tmp_path):
             checkpointer.restore(like, step=9)
 
 
+def test_a_python_number_has_no_width(tmp_path):
+    """A step of 0 that jit counted on is an int32."""
+    with rj.Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(1, {"step": jnp.int32(3), "rate": np.float64(0.5)})
+        restored = checkpointer.restore({"step": 0, "rate": 0.0})
+        assert restored == {"step": 3, "rate": 0.5}
+        assert type(restored["step"]) is int
+        with pytest.raises(rj.CheckpointError, match=r"rate: saved as float64, wanted as int64; `cast=True`"):
+            checkpointer.restore({"step": 0, "rate": 0})
+
+
 def test_the_background_does_not_see_later_changes(tmp_path, monkeypatch):
     """A donated state is overwritten while the thread has not written a byte yet."""
     go, real = threading.Event(), CheckpointDirectory.save

@@ -48,7 +48,7 @@ def test_overflow_is_seen_and_skipped():
 
     @jax.jit
     def step(params, state, scale):
-        value, grads = rj.value_and_grad(big, loss_scale=scale.value)(params, X)
+        value, grads = rj.value_and_grad(big, loss_scale=scale)(params, X)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, scale.adjust(rj.all_finite(grads)), value, grads
 

@@ -149,8 +149,14 @@ def _layout(
                 inside = f"in unit {group.name!r}, and" if name in names else f"outside of unit {group.name!r}, but"
                 faults.append(f"{name}: the model has it {inside} the plan in bucket {homes[name].name!r}")
     if faults:
-        raise ValueError("the plan does not fit:" + listed(faults))
+        raise ValueError("the plan does not fit:" + listed(faults) + _REMEDY)
     return layout, buckets
+
+
+_REMEDY = (
+    "\nA plan is for one number of ranks. Without `plan=`, but with the same `block=`, checkpoints of any number "
+    "restore. For that of a Flax model give `names=`, too, `tb.flax_names(module)` for one."
+)
 
 
 def runtime_of(module: nn.Module) -> Runtime:

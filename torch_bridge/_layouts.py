@@ -3,15 +3,17 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ragged_jax.checkpoint import Checkpoint, CheckpointError, layer_name
+from ragged_jax.checkpoint import Checkpoint, CheckpointDirectory, CheckpointError, layer_name
 from ragged_jax.layout import Bucket, Layout
 
 
 def load_layout(path: str | Path, prefix: str = "model") -> Layout:
     """The layout in a file, or that of a checkpoint, for `fully_shard(module, plan=...)`.
 
+    It is for one number of ranks. Checkpoints restore on any other without it.
+
     Args:
-      path: of a layout file, or of a checkpoint's folder.
+      path: of a layout file, of a checkpoint's folder, or of a folder of checkpoints, whose latest is meant.
       prefix: of a checkpoint's layouts, that of the tensors whose names begin so.
 
     Raises:
@@ -21,7 +23,8 @@ def load_layout(path: str | Path, prefix: str = "model") -> Layout:
     path = Path(path)
     if not path.is_dir():
         return Layout.from_json(path.read_bytes()).check()
-    with Checkpoint(path) as checkpoint:
+    steps = CheckpointDirectory(path)
+    with steps.open() if steps.steps() else Checkpoint(path) as checkpoint:
         if prefix not in checkpoint.layouts:
             raise CheckpointError(f"{path} has no layout of {prefix!r}; it has {sorted(checkpoint.layouts)}")
         return checkpoint.layouts[prefix].check()

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +156,12 @@ def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def check_wanted(
-    checkpoint: Checkpoint, tensors: Mapping[str, TensorEntry], *, cast: bool, fewer_layers: bool = False
+    checkpoint: Checkpoint,
+    tensors: Mapping[str, TensorEntry],
+    *,
+    cast: bool,
+    fewer_layers: bool = False,
+    numbers: Collection[str] = (),
 ) -> None:
     """Raises CheckpointError when a checkpoint does not hold what a state wants; every difference is listed.
 
@@ -165,6 +170,7 @@ def check_wanted(
       tensors: what the state wants, by name.
       cast: whether another dtype is no fault.
       fewer_layers: whether it is none that layers were saved which the state lacks.
+      numbers: names of Python numbers, which have no width: a step that was counted under jit is an int32.
     """
     faults, taken = [], []
     for name, want in tensors.items():
@@ -175,7 +181,8 @@ def check_wanted(
             continue
         taken += sources
         saved = checkpoint.entry(sources[0].name)
-        if saved.dtype != want.dtype and not cast:
+        fits = name in numbers and saved.dtype.rstrip("0123456789") == want.dtype.rstrip("0123456789")
+        if saved.dtype != want.dtype and not cast and not fits:
             faults.append(f"{name}: saved as {saved.dtype}, wanted as {want.dtype}; `cast=True` would convert it")
         if saved.attributes != want.attributes:
             faults.append(f"{name}: saved with {saved.attributes}, wanted with {want.attributes}")

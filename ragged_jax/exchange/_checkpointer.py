@@ -14,7 +14,7 @@ from ..fsdp import check_same_on_all_processes
 from ..fsdp._check import has_values
 from ..layout import Layout
 from ._matched import owners_hint
-from ._state import items_of, layouts_of
+from ._state import PYTHON, items_of, layouts_of
 from ._transfer import keep_values, parts_of, restored
 
 T = TypeVar("T")
@@ -128,7 +128,8 @@ def restore_from(
         same({name: f"{t.dtype}{list(t.shape)} {t.attributes or ''}".strip() for name, t in wanted.items()})
         with together("restored"):
             try:
-                check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers)
+                numbers = [item.name for item in items if type(item.leaf) in PYTHON]
+                check_wanted(checkpoint, wanted, cast=cast, fewer_layers=fewer_layers, numbers=numbers)
             except CheckpointError as error:
                 raise CheckpointError(f"{error}{owners_hint([str(error)])}") from None
             slabs = [at for at, item in enumerate(items) if item.held is not None]

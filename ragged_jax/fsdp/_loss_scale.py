@@ -40,7 +40,7 @@ class DynamicLossScale:
     Reference: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; as in `jmp` and torch's GradScaler.
 
     Attributes:
-      value: what to give to `value_and_grad` as `loss_scale`.
+      value: the factor. `value_and_grad(..., loss_scale=)` takes it, or the whole.
       num_finite: steps since the last change.
       period: after so many finite steps the value grows.
       factor: by which it grows and shrinks.

@@ -12,7 +12,7 @@ from ._accumulate import Variables, microbatches
 from ._argument import Argument, as_argument
 from ._generic import units_of
 from ._joined import vary
-from ._loss_scale import unscaled
+from ._loss_scale import DynamicLossScale, unscaled
 from ._spmd import Call
 
 
@@ -25,7 +25,7 @@ def value_and_grad(
     num_microbatches: int = 1,
     reduce: Literal["once", "each"] = "once",
     accumulate_dtype: DTypeLike | None = None,
-    loss_scale: ArrayLike | None = None,
+    loss_scale: ArrayLike | DynamicLossScale | None = None,
 ) -> Callable:
     """`jax.value_and_grad` for a sharded model: the batch is split over the devices, the loss is their mean.
 
@@ -52,7 +52,7 @@ def value_and_grad(
         the sum: no reduction per microbatch, at the price of gradients in full size. `"each"` reduces those of
         each microbatch and adds up shards.
       accumulate_dtype: to add up in; by default that of the parameters.
-      loss_scale: a number, or an array that differs from step to step (`DynamicLossScale(...).value`), by which the
+      loss_scale: a number, an array that differs from step to step, or a `DynamicLossScale`, by which the
         loss is multiplied before it is differentiated, and by which the gradients are divided in float32 after
         they are reduced. The loss that is returned is not scaled; what overflowed stays infinite or NaN.
 
@@ -115,7 +115,8 @@ def value_and_grad(
             return call.mean(loss), aux, closed, unscaled(grads, scale)
 
         call = Call(models, args, kwargs, num_microbatches)
-        loss, aux, grads = call.spmd(body, indices, loss_scale)
+        scale = loss_scale.value if isinstance(loss_scale, DynamicLossScale) else loss_scale
+        loss, aux, grads = call.spmd(body, indices, scale)
         grads = tuple(models[i].grads(grads[i]) for i in indices)
         value = (loss, aux) if has_aux else loss
         return value, (grads if isinstance(argnums, Sequence) else grads[0])

@@ -156,7 +156,7 @@ def adamw8bit(
 
 
 class FusedOptimizer(NamedTuple):
-    """An optimizer that applies its own update.
+    """An optimizer that applies its own update: `params, state = tx.apply(params, grads, state)`.
 
     Attributes:
       init: from parameters to state.

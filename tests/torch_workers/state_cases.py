@@ -264,7 +264,9 @@ def from_jax(layout: str) -> None:
     state = {"model": model, "opt": optimizer, "key": tb.AsSaved()}
     state = tb.Checkpointer(FOLDER / "jax_adamw").restore(state)
     full, units = tb.full_state_dict(model), runtime_of(model).units
-    with Checkpoint(FOLDER / "jax_adamw" / "step_00000005") as checkpoint:
+    saved = FOLDER / "jax_adamw" / "step_00000005"
+    assert tb.load_layout(FOLDER / "jax_adamw") == tb.load_layout(saved)
+    with Checkpoint(saved) as checkpoint:
         shapes = {rule[0]: checkpoint.entry(f"model/{rule[0]}").shape for rule in names.rules}
         for name, mapped in names.apply(shapes).items():
             link = mapped.links[0]
