@@ -81,10 +81,9 @@ def main(num_steps: int, folder: str | Path = "run", num_devices: int | None = N
             label={"blocks/*/kernel": "matrix"},  # so that what Muon takes shares no memory with the rest
         )
         adamw = rj.optim.adamw8bit(3e-3)
-        route = {"positions": "adamw"}
-        optimizers = rj.optim.muon(0.02, adamw=adamw, route=route)
+        optimizers = rj.optim.muon(0.02, adamw=adamw, route={"positions": "adamw"})
         optimizer = nnx.Optimizer(model, optax.chain(rj.optim.clip_by_global_norm(1.0), optimizers), wrt=nnx.Param)
-        print(rj.describe(model), rj.optim.routing(model, route=route), sep="\n")
+        print(rj.describe(model), rj.optim.routing(model, route={"positions": "adamw"}), sep="\n")
 
         first, losses = max(checkpointer.steps(), default=0), []
         if first:  # of any number of devices
