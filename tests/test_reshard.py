@@ -1,6 +1,9 @@
 """What backward does to units, as jax has it, before XLA:CPU merges equal gathers and drops barriers."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -155,6 +158,24 @@ def test_beside_a_scan_gradients_are_reduced_before_backward_goes_on(kind):
     assert (1, 6) in held, "the gradient of this device's part of the batch"
     assert sum(np.prod(shape) for shape in held if shape != (1, 6)) == -(-(6 * WIDE + WIDE * (kind != "pytree")) // 4)
     assert not barriers(kind, scan=False), "in a list the reduction may run beside the layer before"
+
+
+def test_forward_mode_goes_through_a_unit_beside_a_scan_by_its_inputs():
+    params = {"layers": {"w": jnp.zeros((2, 6, 6))}, "head": {"w": jnp.arange(18.0).reshape(6, 3) / 9}}
+    tree = rj.shard_tree(params, make_mesh(2), axis="fsdp", units=("layers", "head"), stacked="layers")
+
+    def loss_fn(head, params, x):
+        """A penalty on how the output changes with the input."""
+        return (jax.jvp(lambda x: head(params["head"], x), (x,), (jnp.ones_like(x),))[1] ** 2).mean()
+
+    def head(params, x):
+        return jnp.sin(x @ params["w"])
+
+    x = jnp.linspace(0, 1, 24).reshape(4, 6)
+    loss, grads = jax.jit(rj.value_and_grad(partial(loss_fn, rj.unsharded(head))))(tree, x)
+    want, wanted = jax.jit(jax.value_and_grad(partial(loss_fn, head)))(params, x)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
+    np.testing.assert_allclose(rj.full_params(grads)["head"]["w"], wanted["head"]["w"], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """When units are gathered and dropped: hooks around a module's forward and backward."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ragged_jax.layout import Layout, named
 
 from ._stored import Stored
-from ._trees import map_tensors, tensors_in
+from ._trees import lend_tensors, map_tensors, tensors_in
 from ._unit import Unit
 
 
@@ -54,6 +54,7 @@ class Runtime:
             hooks = _Around(self, unit, Stored(module, set(modules)))
             module.register_forward_pre_hook(_Hook(hooks.before), with_kwargs=True, prepend=True)
             module.register_forward_hook(_Hook(hooks.after))
+            module.register_forward_hook(_Hook(hooks.give_back), always_call=True)
             unit.on_gradient(_weakly(self.begin_backward))
 
     def before_forward(self, unit: Unit) -> None:
@@ -155,23 +156,36 @@ class _Around:
     def __init__(self, runtime: Runtime, unit: Unit, stored: Stored):
         self._runtime, self._unit, self._stored = runtime, unit, stored
         self._hooked = WeakTensorKeyDictionary()  # of what is kept from one forward to the next
+        self._lent: list[list[Callable[[], None]]] = []  # for each call that runs, what ends its loans
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._lent.append([])
         self._runtime.before_forward(self._unit)
         policy = self._unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+            args, kwargs = self._lend(_to(policy.param_dtype), (args, kwargs))
         if not torch.is_grad_enabled():
             return args, kwargs
         found = list({id(x): x for x in tensors_in((args, kwargs)) if x.requires_grad}.values())
         if not found:
             return args, kwargs
         made = dict(zip(map(id, found), _AfterBackward.apply(self._runtime, self._unit, *found), strict=True))
-        return map_tensors(lambda x: made.get(id(x), x), (args, kwargs))
+        return self._lend(lambda x: made.get(id(x), x), (args, kwargs))
+
+    def _lend(self, function: Callable[[torch.Tensor], torch.Tensor], inputs: Any) -> Any:
+        inputs, give_back = lend_tensors(function, inputs)
+        if give_back is not None:
+            self._lent[-1].append(give_back)
+        return inputs
+
+    def give_back(self, *_: Any) -> None:
+        """The module has returned, or raised."""
+        for give_back in reversed(self._lent.pop() if self._lent else []):
+            give_back()
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self._unit.policy.output_dtype is not None:
-            output = _cast(output, self._unit.policy.output_dtype)
+            output = map_tensors(_to(self._unit.policy.output_dtype), output)
         if self._runtime.in_backward:
             return output
         self._runtime.after_forward(self._unit)
@@ -244,5 +258,5 @@ def _weakly(method: Any) -> Any:
     return call
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+def _to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: x.to(dtype) if x.is_floating_point() else x

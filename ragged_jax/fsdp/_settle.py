@@ -7,10 +7,12 @@ are handed on together. The reduction still runs beside the products that these 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 
 def settling(run: Callable) -> Callable:
@@ -22,20 +24,16 @@ def settling(run: Callable) -> Callable:
     return settled
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _together(args: Any) -> Any:
     return args
 
 
-def _forward(args):
-    return args, None
-
-
-def _backward(_, grads):
-    leaves, treedef = jax.tree.flatten(grads)
-    smooth = [x.dtype != jax.dtypes.float0 for x in leaves]
+@partial(_together.defjvp, symbolic_zeros=True)
+def _tangents_together(primals, tangents):
+    # A linear map, whose transpose is what is meant. Users may also go forward through a unit, by its inputs.
+    leaves, treedef = jax.tree.flatten(tangents[0])
+    smooth = [not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0 for x in leaves]
     made = iter(lax.optimization_barrier([x for x, is_smooth in zip(leaves, smooth, strict=True) if is_smooth]))
-    return (jax.tree.unflatten(treedef, [next(made) if s else x for x, s in zip(leaves, smooth, strict=True)]),)
-
-
-_together.defvjp(_forward, _backward)
+    together = [next(made) if is_smooth else x for x, is_smooth in zip(leaves, smooth, strict=True)]
+    return primals[0], jax.tree.unflatten(treedef, together)

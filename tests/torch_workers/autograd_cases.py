@@ -182,6 +182,54 @@ def auxiliary(where: str) -> None:
         same_gradients(reference, model)
 
 
+class Adding(nn.Module):
+    """Adds a loss to a container that it is given, and takes the last one of another."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, notes):
+        y = self.linear(notes.hidden).tanh()
+        notes.extra["losses"].append(y.square().mean())
+        notes.hidden = x + y
+        return notes.hidden
+
+
+class Around(nn.Module):
+    def __init__(self, make: Make):
+        super().__init__()
+        self.make, self.layers = make, nn.ModuleList(Adding() for _ in range(3))
+
+    def forward(self, x):
+        notes = self.make(x, {"losses": []})
+        notes.extra["self"] = notes
+        for layer in self.layers:
+            x = layer(x, notes)
+        losses = notes.extra["losses"]
+        assert len(losses) == len(self.layers)
+        return x.square().mean() + sum(losses), losses[0]
+
+
+def changed_inputs() -> None:
+    """What a module adds to a container among its inputs is found there, also where that one contains itself."""
+    for make in (Output, Slotted):
+        reference, model = pair(lambda make=make: Around(make), units=Adding)
+        for m, x in ((reference, rows()), (model, mine())):
+            m(x)[0].backward()
+        same_gradients(reference, model)
+    model = tb.fully_shard(Adding(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    earlier = mine().sum().requires_grad_()
+    notes = Output(mine(), {"losses": [earlier]})
+    model(mine(), notes)
+    assert [x.dtype for x in notes.extra["losses"]] == [torch.float32, torch.bfloat16]
+    assert notes.extra["losses"][0] is earlier
+    kept = notes.hidden
+    with raises("losses", KeyError):
+        model(mine(), Output(kept, lost := {"other": earlier}))
+    assert lost["other"] is earlier
+
+
 def out_of_sight() -> None:
     """A loss that is kept outside of the modules cannot have its unit gathered, and must not be computed without."""
     _, model = pair(lambda: nn.Sequential(*(Auxiliary("outside") for _ in range(2))), units=Auxiliary)
@@ -332,6 +380,7 @@ def hooks_of_parameters() -> None:
 
 CASES: dict[str, Callable[[], None]] = {
     "containers": containers,
+    "changed inputs": changed_inputs,
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
     "held whole": held_whole,
