@@ -160,6 +160,23 @@ def test_beside_a_scan_gradients_are_reduced_before_backward_goes_on(kind):
     assert not barriers(kind, scan=False), "in a list the reduction may run beside the layer before"
 
 
+def test_beside_a_scan_with_replicas():
+    params = {"head": {"w": np.eye(6, 5, dtype=np.float32)}, "layers": {"w": np.ones((3, 6, 6), np.float32) / 6}}
+    mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
+    axes = {"axis": ("replica", "fsdp"), "units": ("head", "layers"), "stacked": "layers"}
+
+    def loss(p, x):
+        layer = rj.unsharded(lambda w, x: x @ w["w"])
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, p["layers"])
+        return (layer(p["head"], x) ** 2).mean()
+
+    x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    value, grads = jax.jit(rj.value_and_grad(loss))(rj.shard_tree(params, mesh, **axes), x)
+    want, expected = jax.value_and_grad(loss)(params, x)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), rj.full_params(grads), expected)
+
+
 def test_forward_mode_goes_through_a_unit_beside_a_scan_by_its_inputs():
     params = {"layers": {"w": jnp.zeros((2, 6, 6))}, "head": {"w": jnp.arange(18.0).reshape(6, 3) / 9}}
     tree = rj.shard_tree(params, make_mesh(2), axis="fsdp", units=("layers", "head"), stacked="layers")

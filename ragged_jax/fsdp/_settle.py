@@ -4,6 +4,9 @@ A scan is one operation to the compiler's scheduler: what has not ended before i
 unit that is called beside a scan, such as the output matrix of a language model, would lie whole, or what it is made
 from would, all through the backward pass of the layers. So what its reduction gives and the gradients of its inputs
 are handed on together. The reduction still runs beside the products that these take.
+
+With replicas that is not so: the gradients of shards are the same on all replicas, those of inputs are not, and jax
+would have both differ.
 """
 
 from collections.abc import Callable
@@ -13,6 +16,8 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+
+from ._joined import varying
 
 
 def settling(run: Callable) -> Callable:
@@ -33,7 +38,11 @@ def _together(args: Any) -> Any:
 def _tangents_together(primals, tangents):
     # A linear map, whose transpose is what is meant. Users may also go forward through a unit, by its inputs.
     leaves, treedef = jax.tree.flatten(tangents[0])
-    smooth = [not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0 for x in leaves]
-    made = iter(lax.optimization_barrier([x for x, is_smooth in zip(leaves, smooth, strict=True) if is_smooth]))
-    together = [next(made) if is_smooth else x for x, is_smooth in zip(leaves, smooth, strict=True)]
-    return primals[0], jax.tree.unflatten(treedef, together)
+    groups: dict[frozenset[str], list[int]] = {}  # a barrier would make all differ over the axes that any does
+    for i, x in enumerate(leaves):
+        if not isinstance(x, SymbolicZero) and x.dtype != jax.dtypes.float0:
+            groups.setdefault(varying(x), []).append(i)
+    for at in groups.values():
+        for i, x in zip(at, lax.optimization_barrier([leaves[i] for i in at]), strict=True):
+            leaves[i] = x
+    return primals[0], jax.tree.unflatten(treedef, leaves)
