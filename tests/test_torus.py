@@ -1,5 +1,6 @@
 """Gathers in two steps, for the slices whose compiler makes a sum of a gather in one."""
 
+import re
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -91,3 +92,41 @@ def test_two_steps_train_as_one_does():
         assert m == 2 * n > 0
         assert value == other
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(grads), jax.device_get(other_grads))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}])
+def test_reductions_with_a_dim_for_the_parts_give_the_same(kwargs):
+    """Of matrices with slabs of their own, and of stacks of them."""
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    tree = {"w": jax.random.normal(next(keys), (192, 128)) / 14}
+    tree |= {"layers": {"w": jax.random.normal(next(keys), (2, 192, 192)) / 14}}
+    x = jax.random.normal(next(keys), (12, 192))
+
+    def run():
+        def loss(params, x):
+            layer = rj.unsharded(lambda w, x: jax.numpy.tanh(x @ w["w"]))
+            x, _ = jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])
+            return ((x @ params["w"]) ** 2).mean()
+
+        sharded = rj.shard_tree(tree, make_mesh(3), axis="fsdp", units="layers", stacked="layers")
+        step = jax.jit(rj.value_and_grad(loss, **kwargs)).lower(sharded, x)
+        kinds = re.findall(r"\(tensor<([\dx]*)xf32>\) -> tensor<([\dx]*)xf32>", "".join(_scatters(step.as_text())))
+        return kinds, step.compile()(sharded, x)
+
+    kinds, (value, grads) = run()
+    with (
+        patch("ragged_jax.fsdp._torus.has_tpus", lambda mesh: True),
+        patch("ragged_jax.fsdp._torus.gather_steps", lambda mesh, axis: (None,)),
+    ):
+        others, (other, other_grads) = run()
+    layers = ("2x192x192", "2x64x192") if kwargs else ("192x192", "64x192")
+    assert sorted(kinds) == sorted([("192x128", "64x128"), layers])
+    layers = ("2x3x64x192", "2x1x64x192") if kwargs else ("3x64x192", "1x64x192")
+    assert sorted(others) == sorted([("3x64x128", "1x64x128"), layers])
+    assert value == other
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(grads), jax.device_get(other_grads))
+
+
+def _scatters(text: str) -> list[str]:
+    """The types of the reduce-scatters of a program, each after its body."""
+    return [part.split("}) : ", 1)[1].split("\n", 1)[0] for part in text.split("stablehlo.reduce_scatter")[1:]]

@@ -60,8 +60,8 @@ class Variables:
         grads = []
         for g, shard, spec, of in zip(sums, self.shards, self.specs, self.slabs, strict=True):
             if self.whole:
-                precision = FULL if of is None else of.unit.precision
-                run = lambda g, x, spec=spec, p=precision: drain(g, x, spec, self.axes, p, self.num)
+                precision, mesh = (FULL, None) if of is None else (of.unit.precision, of.unit.mesh)
+                run = lambda g, x, spec=spec, p=precision, m=mesh: drain(g, x, spec, self.axes, p, self.num, m)
                 inner = only(spec, others(spec, self.axes))
                 grads.append(on_slices(run, (inner, inner), inner)(g, shard))
                 continue

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from ._joined import vary
 from ._precision import MixedPrecision
+from ._torus import psum_scatter
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -53,7 +54,13 @@ def make_sink(shard: jax.Array, spec: PartitionSpec, axes: tuple[str, ...], dtyp
 
 
 def drain(
-    sum_: jax.Array, shard: jax.Array, spec: PartitionSpec, axes: tuple[str, ...], precision: MixedPrecision, num: int
+    sum_: jax.Array,
+    shard: jax.Array,
+    spec: PartitionSpec,
+    axes: tuple[str, ...],
+    precision: MixedPrecision,
+    num: int,
+    mesh: Mesh | None,
 ) -> jax.Array:
     """The mean over devices and microbatches of what a sink has collected: the shard's gradient.
 
@@ -62,16 +69,19 @@ def drain(
       shard, spec, axes: as for `make_sink`.
       precision: the unit's.
       num: microbatches.
+      mesh: of the slab; None for a value that is in none.
     """
     axis, replicas = axes[-1], axes[:-1]
     scale = 1 / (lax.axis_size(axes) * num)
     if (dim := _sharded_dim(spec, axis)) is None:
         return lax.psum(sum_ * jnp.asarray(scale, sum_.dtype), axes).astype(shard.dtype)
-    part = reduce_scatter(precision.summed(sum_), axis, dim, scale, shard.dtype)
+    part = reduce_scatter(precision.summed(sum_), mesh, axis, dim, scale, shard.dtype)
     return lax.psum(part, replicas) if replicas else part
 
 
-def reduce_scatter(whole: jax.Array, axis: str, dim: int, scale: float, dtype: DTypeLike) -> jax.Array:
+def reduce_scatter(
+    whole: jax.Array, mesh: Mesh | None, axis: str, dim: int, scale: float, dtype: DTypeLike
+) -> jax.Array:
     """The sum of `whole` over the devices of an axis, times `scale`, in `dtype`; of it this device's part."""
     if not whole.size:  # XLA scatters no empty arrays. Every device skips the same ones.
         shape = list(whole.shape)
@@ -79,7 +89,7 @@ def reduce_scatter(whole: jax.Array, axis: str, dim: int, scale: float, dtype: D
         return whole.reshape(shape).astype(dtype)
     # A sum over many devices overflows float16, so there the mean is taken first.
     before, after = (scale, 1) if whole.dtype == jnp.float16 else (1, scale)
-    part = lax.psum_scatter(_scaled(whole, before), axis, scatter_dimension=dim, tiled=True)
+    part = psum_scatter(_scaled(whole, before), mesh, axis, dim)
     return _scaled(part.astype(dtype), after)
 
 

@@ -1,9 +1,11 @@
-"""One gather or two: on the tori of large TPU slices a gather over all chips would be compiled to a sum.
+"""Collectives in the form that the TPU compiler makes of them what they are, and no sums.
 
 On slices of three dims, of v5p from 64 chips on and of v4 from 32, the TPU compiler makes of an all-gather over all
 chips an all-reduce of the whole array, zero but for this chip's part: twice the bytes, and nothing runs beside it.
 Over some of the chips it gathers. So there a gather goes along a line of chips first and then over all such lines,
-which sends hardly more. `benchmarks/tpu_collectives.py` shows what becomes of which.
+which sends hardly more. A reduce-scatter of a matrix by rows becomes an all-reduce where a part suits the SparseCores
+badly, 64 rows of 128,256 for one; with a dim in front for the parts it does not. What becomes of which is shown by
+`benchmarks/tpu_collectives.py`.
 """
 
 from functools import cache
@@ -17,6 +19,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 _MIN_CHIPS = {"TPU v4": 32}
 _MIN_CHIPS_OF_OTHERS = 64
+_SUBLANES = 8  # rows of a tile
 
 
 def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
@@ -26,14 +29,24 @@ def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
     return x
 
 
+def psum_scatter(x: jax.Array, mesh: Mesh | None, axis: str, dim: int) -> jax.Array:
+    """`lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)` inside `shard_map`."""
+    if mesh is None or x.ndim - dim != 2 or not has_tpus(mesh) or x.shape[dim] // mesh.shape[axis] % _SUBLANES:
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # another shape would be a copy
+    parts = x.reshape(*x.shape[:dim], mesh.shape[axis], -1, x.shape[-1])
+    return lax.psum_scatter(parts, axis, scatter_dimension=dim)
+
+
+def has_tpus(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "tpu"
+
+
 @cache
 def gather_steps(mesh: Mesh, axis: str) -> tuple[Groups | None, ...]:
     """Who gathers with whom, step by step, in indices along the axis; None for all of them at once."""
     size = mesh.shape[axis]
     chips = list(mesh.devices.flat)
-    if chips[0].platform != "tpu" or size < max(
-        mesh.size, _MIN_CHIPS.get(chips[0].device_kind, _MIN_CHIPS_OF_OTHERS)
-    ):
+    if not has_tpus(mesh) or size < max(mesh.size, _MIN_CHIPS.get(chips[0].device_kind, _MIN_CHIPS_OF_OTHERS)):
         return (None,)
     where = np.array([chip.coords for chip in chips])
     if np.count_nonzero(np.ptp(where, axis=0)) < 3:

@@ -125,7 +125,7 @@ def _gather_bwd(unit, sink_dtypes, _, grads):
             if slab.name in dtypes:
                 part = part.astype(dtypes[slab.name])
             else:
-                part = reduce_scatter(unit.precision.reduced(part), unit.axis, 0, scale, slab.dtype)
+                part = reduce_scatter(unit.precision.reduced(part), unit.mesh, unit.axis, 0, scale, slab.dtype)
                 part = lax.psum(part, replicas) if replicas else part
             leads = len(slab_specs[slab.name]) > part.ndim
             parts[slab.name] = part[None] if leads else part
