@@ -117,6 +117,7 @@ def test_reductions_with_a_dim_for_the_parts_give_the_same(kwargs):
     with (
         patch("ragged_jax.fsdp._torus.has_tpus", lambda mesh: True),
         patch("ragged_jax.fsdp._torus.gather_steps", lambda mesh, axis: (None,)),
+        patch("ragged_jax.fsdp._torus._WIDE", 1),
     ):
         others, (other, other_grads) = run()
     layers = ("2x192x192", "2x64x192") if kwargs else ("192x192", "64x192")

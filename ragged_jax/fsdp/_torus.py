@@ -3,9 +3,10 @@
 On slices of three dims, of v5p from 64 chips on and of v4 from 32, the TPU compiler makes of an all-gather over all
 chips an all-reduce of the whole array, zero but for this chip's part: twice the bytes, and nothing runs beside it.
 Over some of the chips it gathers. So there a gather goes along a line of chips first and then over all such lines,
-which sends hardly more. A reduce-scatter of a matrix by rows becomes an all-reduce where a part suits the SparseCores
-badly, 64 rows of 128,256 for one; with a dim in front for the parts it does not. What becomes of which is shown by
-`benchmarks/tpu_collectives.py`.
+which sends hardly more. `benchmarks/tpu_collectives.py` shows what becomes of which.
+
+A reduce-scatter of a very wide matrix by rows, 64 of 128,256 to a chip for one, becomes an all-reduce; with a dim in
+front for the parts it does not.
 """
 
 from functools import cache
@@ -19,7 +20,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 _MIN_CHIPS = {"TPU v4": 32}
 _MIN_CHIPS_OF_OTHERS = 64
-_SUBLANES = 8  # rows of a tile
+_SUBLANES = 8  # rows of a tile: with fewer, to put a dim in front is a copy
+_WIDE = 2**16  # columns; for narrower ones it is not needed, and has their products read other layouts
 
 
 def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
@@ -31,9 +33,10 @@ def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
 
 def psum_scatter(x: jax.Array, mesh: Mesh | None, axis: str, dim: int) -> jax.Array:
     """`lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)` inside `shard_map`."""
-    if mesh is None or x.ndim - dim != 2 or not has_tpus(mesh) or x.shape[dim] // mesh.shape[axis] % _SUBLANES:
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)  # another shape would be a copy
-    parts = x.reshape(*x.shape[:dim], mesh.shape[axis], -1, x.shape[-1])
+    is_wide = x.ndim - dim == 2 and x.shape[-1] >= _WIDE and x.shape[dim] % (_SUBLANES * lax.axis_size(axis)) == 0
+    if mesh is None or not is_wide or not has_tpus(mesh):
+        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
+    parts = x.reshape(*x.shape[:dim], lax.axis_size(axis), -1, x.shape[-1])
     return lax.psum_scatter(parts, axis, scatter_dimension=dim)
 
 
