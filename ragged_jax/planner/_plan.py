@@ -44,8 +44,9 @@ def plan(
         than un-tiling, and leaves tensors that divide in their natural shape.
       axis_order: `auto` may store a tensor that can be cut anywhere with another dim in front, where that one
         divides over the shards and the first does not. A mapping from patterns to dims, as in
-        `{"*/query": (1, 0)}`, stores tensors of that name so where they can be cut anywhere and the dim in front
-        divides; the first pattern that matches wins. The dims are those of one layer.
+        `{"*/query": (1, 0)}`, stores tensors of that name so where they can be cut anywhere, the dim in front
+        divides and they have slabs of their own; the first pattern that matches wins. The dims are those of
+        one layer.
       merge: how many like layers that follow one another share a bucket. `auto` doubles the number, up to 8,
         as long as that saves at least a hundredth of the model; the gathered bucket grows with it.
       shares: for devices of different memory, how many parts of the model each holds, e.g. `(2, 2, 1, 1)`.
