@@ -11,6 +11,7 @@ from flax import nnx
 from models import make_mesh
 
 import ragged_jax as rj
+from ragged_jax.fsdp._rules import layer_names
 
 X = np.ones((4, 6), np.float32)
 
@@ -110,7 +111,9 @@ class LinenModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         if not self.scan:
-            return nn.Dense(WIDE, name="head")(nn.Dense(6, name="layers_0")(x))
+            for i in range(3):
+                x = nn.Dense(6, name=f"layers_{i}")(x)
+            return nn.Dense(WIDE, name="head")(x)
         scan = nn.scan(
             lambda w, x, _: (w(x), None), variable_axes={"params": 0}, split_rngs={"params": True}, length=3
         )
@@ -151,16 +154,35 @@ def barriers(kind: str, scan: bool) -> list[list[tuple[int, ...]]]:
     return [[x.aval.shape for x in eqn.outvars] for eqn in found]
 
 
+@pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("kind", ["nnx", "linen", "pytree"])
-def test_beside_a_scan_gradients_are_reduced_before_backward_goes_on(kind):
-    """The gradient of the input is handed to the scan together with the shards of those of the weights."""
-    (held,) = barriers(kind, scan=True)
+def test_beside_layers_gradients_are_reduced_before_backward_goes_on(kind, scan):
+    """The gradient of the head's input is handed to the layers together with the shards of those of its weights.
+
+    The layers have no barrier of their own: the reduction of one may run beside the next.
+    """
+    (held,) = barriers(kind, scan)
     assert (1, 6) in held, "the gradient of this device's part of the batch"
     assert sum(np.prod(shape) for shape in held if shape != (1, 6)) == -(-(6 * WIDE + WIDE * (kind != "pytree")) // 4)
-    assert not barriers(kind, scan=False), "in a list the reduction may run beside the layer before"
 
 
-def test_beside_a_scan_with_replicas():
+LAYER, OTHER, STACK = ({"w": np.ones(shape, np.float32)} for shape in ((4, 4), (5, 4), (3, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("tree", "names"),
+    [
+        ({"embed": OTHER, "layers": [LAYER, LAYER], "head": LAYER}, {"layers/0", "layers/1", "head"}),
+        ({"embed": OTHER, "stack": STACK, "layers": [OTHER, OTHER]}, {"stack"}),
+        ({"embed": OTHER, "head": LAYER}, set()),
+    ],
+)
+def test_layers_are_stacked_units_or_else_those_that_have_others_like_them(tree, names):
+    units = ("embed", "stack", "layers/*", "head")
+    assert layer_names(rj.plan(tree, 2, units=units, stacked="stack" if "stack" in tree else None).layout) == names
+
+
+def test_beside_layers_with_replicas():
     params = {"head": {"w": np.eye(6, 5, dtype=np.float32)}, "layers": {"w": np.ones((3, 6, 6), np.float32) / 6}}
     mesh = jax.make_mesh((2, 2), ("replica", "fsdp"), devices=jax.devices()[:4])
     axes = {"axis": ("replica", "fsdp"), "units": ("head", "layers"), "stacked": "layers"}

@@ -59,7 +59,7 @@ def _gathered(module: nn.Module, name: str, tree: ShardedTree, args: tuple, kwar
             run = nn.remat(run, policy=unit.policy or drop_unsharded, prevent_cse=not unit.stacked)
         return run(module, values)
 
-    run = settling(lifted) if unit.beside_scan else lifted
+    run = settling(lifted) if unit.beside_layers else lifted
     return run(tree, [leaf for leaf, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic])
 
 

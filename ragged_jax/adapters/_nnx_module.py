@@ -249,7 +249,7 @@ def _gathering(method: Callable, name: str) -> Callable:
 
         if info.unit.reshard:
             run = resharding(run, info.unit.policy, scanned=info.unit.stacked)
-        if info.unit.beside_scan:
+        if info.unit.beside_layers:
             run = settling(run)
         out, left = run(params, state)
         nnx.update((self, args, kwargs), left)

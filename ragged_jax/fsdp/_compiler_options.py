@@ -63,9 +63,10 @@ def compiler_options(
         raise ValueError(f"no compiler options for backend {backend!r}; choose from gpu, tpu, cpu")
     if isinstance(model, Plan | Layout):
         layout = model.layout if isinstance(model, Plan) else model
-        buckets = [(bucket, precision, layout.num_parts) for bucket in layout.buckets]
+        shards = layout.num_shards, layout.largest_share
+        buckets = [(bucket, precision, *shards) for bucket in layout.buckets]
     else:
-        buckets = [(unit.bucket, unit.precision, unit.num_shards * unit.share) for unit in units_of(model)]
+        buckets = [(unit.bucket, unit.precision, unit.num_shards, unit.share) for unit in units_of(model)]
     ahead = (schedule.limit if schedule else 2) - 1
     gathered, reduced = _layer_nbytes(buckets)
     return {
@@ -76,17 +77,22 @@ def compiler_options(
     }
 
 
-def _layer_nbytes(buckets: list[tuple[Bucket, MixedPrecision, int]]) -> tuple[int, int]:
-    """Bytes gathered and reduced for one layer: a bucket of the most numerous kind, of those the largest."""
+def _layer_nbytes(buckets: list[tuple[Bucket, MixedPrecision, int, int]]) -> tuple[int, int]:
+    """Bytes that gathering and reducing one layer gives a device: whole tensors, and a shard of their gradients.
+
+    A layer is a bucket of the most numerous kind, of those the largest. The compiler counts what a collective gives,
+    not what it takes: with a limit in bytes of whole gradients it would join the reductions of as many layers as
+    there are devices, and put all of them off until the last.
+    """
     kinds: Counter = Counter()
-    for bucket, precision, num_parts in buckets:
+    for bucket, precision, num_shards, share in buckets:
         gathered = reduced = 0
         for slab in bucket.slabs:
             smooth = jnp.issubdtype(slab.dtype, jnp.floating)
             wide = itemsize(str(precision.param_dtype)) if smooth and precision.param_dtype else itemsize(slab.dtype)
-            numel = slab.shard_numel * num_parts
-            gathered += numel * wide
-            reduced += numel * (itemsize(str(precision.reduce_dtype)) if precision.reduce_dtype else wide) * smooth
+            narrow = itemsize(str(precision.reduce_dtype)) if precision.reduce_dtype else wide
+            gathered += slab.shard_numel * share * num_shards * wide
+            reduced += slab.shard_numel * share * narrow * smooth
         kinds[gathered, reduced] += bucket.num_copies
     if not kinds:
         return 0, 0

@@ -1,5 +1,6 @@
 """`Rules`: what users say about how a model is to be sharded, and the units that come of it."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -59,11 +60,20 @@ class Rules:
             check_layout_on_all_processes(layout, self.mesh, axes, precision=self.precision)
         reshard = {"": True, **reshard_flags(self.reshard_after_forward, [name for name in names if name])}
 
-        scanned = any(bucket.stack is not None for bucket in layout.buckets)
+        layers = layer_names(layout)
 
         def unit(name: str) -> Unit:
             rule, bucket = precision_for(name, self.precision), layout.bucket(name)
-            beside = scanned and bucket.stack is None
+            beside = bool(layers) and name not in layers
             return Unit(bucket, self.mesh, axes, layout.shares, rule, reshard[name], self.policy, beside)
 
         return {name: unit(name) for name in names}
+
+
+def layer_names(layout: Layout) -> set[str]:
+    """The buckets that are a model's layers: those stacked for a scan, or else those that have others like them."""
+    if stacked := {bucket.name for bucket in layout.buckets if bucket.stack is not None}:
+        return stacked
+    kinds = {b.name: tuple((t.full_shape, t.dtype) for t in b.tensors) for b in layout.buckets}
+    count = Counter(kinds.values())
+    return {name for name, kind in kinds.items() if count[kind] > 1}

@@ -1,9 +1,10 @@
 """Gradients that are reduced before the backward pass goes on.
 
-A scan is one operation to the compiler's scheduler: what has not ended before it ends after it. The gradient of a
-unit that is called beside a scan, such as the output matrix of a language model, would lie whole, or what it is made
-from would, all through the backward pass of the layers. So what its reduction gives and the gradients of its inputs
-are handed on together. The reduction still runs beside the products that these take.
+A compiler puts off what the layers' backward pass does not wait for, and takes a scan over layers as one operation:
+what has not ended before it ends after it. The gradient of a unit beside the layers, such as the output matrix of a
+language model, would lie whole, or what it is made from would, all through them. So what its reduction gives and the
+gradients of its inputs are handed on together. Before a scan the reduction still runs beside the products that these
+take.
 
 With replicas that is not so: the gradients of shards are the same on all replicas, those of inputs are not, and jax
 would have both differ.

@@ -180,7 +180,7 @@ def unsharded(function: Callable, *, policy: Callable | None = None, reshard: bo
         gathered = run
         if all(unit.reshard for unit in units) if reshard is None else reshard:
             gathered = resharding(run, policy or kept, scanned=any(unit.stacked for unit in units))
-        if any(unit.beside_scan for unit in units):
+        if any(unit.beside_layers for unit in units):
             gathered = settling(gathered)
         return gathered(values)
 

@@ -43,7 +43,7 @@ class Unit:
       precision: the dtypes of its collectives and of what it computes.
       reshard: whether gathered weights are dropped after the forward pass.
       policy: what the backward pass keeps otherwise.
-      beside_scan: whether it is no layer of a scan, and others are.
+      beside_layers: whether it is no layer, and others are.
     """
 
     bucket: Bucket
@@ -53,7 +53,7 @@ class Unit:
     precision: MixedPrecision = FULL
     reshard: bool = True
     policy: Callable | None = None
-    beside_scan: bool = False
+    beside_layers: bool = False
 
     def __repr__(self):
         name, slabs = self.bucket.name or "(root)", len(self.bucket.slabs)
@@ -64,7 +64,7 @@ class Unit:
 
     @cached_property
     def _hash(self) -> int:
-        how = (self.precision, self.reshard, self.policy, self.beside_scan)
+        how = (self.precision, self.reshard, self.policy, self.beside_layers)
         return hash((self.bucket, self.mesh, self.axes, self.shares, *how))
 
     @property
