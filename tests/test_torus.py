@@ -94,6 +94,30 @@ def test_two_steps_train_as_one_does():
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(grads), jax.device_get(other_grads))
 
 
+def test_matrices_behind_each_other_are_gathered_as_one():
+    experts = jax.random.normal(jax.random.key(0), (6, 64, 128)) / 8
+    x = jax.random.normal(jax.random.key(1), (6, 64))
+
+    def run():
+        def loss(params, x):
+            return (jax.numpy.einsum("bd,edf->bef", x, params["experts"]) ** 2).mean()
+
+        sharded = rj.shard_tree({"experts": experts}, make_mesh(3), axis="fsdp")
+        step = jax.jit(rj.value_and_grad(loss)).lower(sharded, x)
+        (gathered,) = re.findall(r"stablehlo.all_gather.*-> tensor<([\dx]*)xf32>", step.as_text())
+        return gathered, step.compile()(sharded, x)
+
+    shape, (value, grads) = run()
+    with (
+        patch("ragged_jax.fsdp._torus.has_tpus", lambda mesh: True),
+        patch("ragged_jax.fsdp._torus.gather_steps", lambda mesh, axis: (None,)),
+    ):
+        other_shape, (other, other_grads) = run()
+    assert (shape, other_shape) == ("6x64x128", "384x128")
+    assert value == other
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(grads), jax.device_get(other_grads))
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"num_microbatches": 2}])
 def test_reductions_with_a_dim_for_the_parts_give_the_same(kwargs):
     """Of matrices with slabs of their own, and of stacks of them."""

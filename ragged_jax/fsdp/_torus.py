@@ -5,6 +5,9 @@ chips an all-reduce of the whole array, zero but for this chip's part: twice the
 Over some of the chips it gathers. So there a gather goes along a line of chips first and then over all such lines,
 which sends hardly more. `benchmarks/tpu_collectives.py` shows what becomes of which.
 
+Matrices that lie one behind the other, of experts for one, are gathered as one matrix. Of more dims the compiler wants
+the one that is gathered outermost, also in the stack of all layers that the shard is cut from, and copies the stack.
+
 A reduce-scatter of a very wide matrix by rows, 64 of 128,256 to a chip for one, becomes an all-reduce; with a dim in
 front for the parts it does not.
 """
@@ -20,15 +23,18 @@ Groups = tuple[tuple[int, ...], ...]
 
 _MIN_CHIPS = {"TPU v4": 32}
 _MIN_CHIPS_OF_OTHERS = 64
-_SUBLANES = 8  # rows of a tile: with fewer, to put a dim in front is a copy
+_SUBLANES = 8  # rows of a tile: where they do not divide the rows, another shape is a copy
 _WIDE = 2**16  # columns; for narrower ones it is not needed, and has their products read other layouts
 
 
 def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
     """`lax.all_gather(x, axis, tiled=True)` inside `shard_map`, in as many steps as the chips call for."""
+    tail = x.shape[1:]
+    if x.ndim > 2 and x.shape[-2] % _SUBLANES == 0 and has_tpus(mesh):
+        x = x.reshape(-1, x.shape[-1])
     for groups in gather_steps(mesh, axis):
         x = lax.all_gather(x, axis, axis_index_groups=groups, tiled=True)
-    return x
+    return x.reshape(-1, *tail)
 
 
 def psum_scatter(x: jax.Array, mesh: Mesh | None, axis: str, dim: int) -> jax.Array:
