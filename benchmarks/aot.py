@@ -66,6 +66,7 @@ class Row:
     variant: str
     temp_nbytes: int
     argument_nbytes: int
+    peak_nbytes: int  # of arguments and temporary memory together, without gaps
     state_nbytes: int  # parameters and moments, unsharded
     moved_nbytes: int
     weights_moved_nbytes: int
@@ -197,6 +198,7 @@ def measure(target: str, num_devices: int, name: str, variant: str, dump: Path |
         variant,
         report.temp_nbytes or 0,
         report.argument_nbytes or 0,
+        compiled.memory_analysis().peak_memory_in_bytes,
         3 * sum(x.size * 4 for x in jax.tree.leaves(abstract_params(c))),
         report.total_moved_nbytes,
         weights,
@@ -219,8 +221,9 @@ KINDS = {
 
 
 def table(rows: list[Row]) -> str:
-    heads = ("model", "devices", "variant", "temp MiB", "arguments MiB", "of the state", "weights moved MiB")
-    heads += ("all moved MiB", "collectives: static / run", "exposed in loops (MiB)", "compile s", "estimate ms")
+    heads = ("model", "devices", "variant", "temp MiB", "arguments MiB", "of the state", "peak MiB")
+    heads += ("weights moved MiB", "all moved MiB", "collectives: static / run", "exposed in loops (MiB)")
+    heads += ("compile s", "estimate ms")
     lines = []
     for target in dict.fromkeys(row.target for row in rows):
         lines += [
@@ -228,7 +231,7 @@ def table(rows: list[Row]) -> str:
             f"## {target}",
             "",
             f"| {' | '.join(heads)} |",
-            "|---|--:|---|" + "--:|" * 5 + "---|" + "--:|" * 3,
+            "|---|--:|---|" + "--:|" * 6 + "---|" + "--:|" * 3,
         ]
         lines += [_line(row) for row in rows if row.target == target]
     return "\n".join(lines)
@@ -239,7 +242,7 @@ def _line(row: Row) -> str:
     cells = [row.model, str(row.devices), row.variant]
     cells += [f"{n / MIB:,.0f}" for n in (row.temp_nbytes, row.argument_nbytes)]
     cells += [f"{100 * row.argument_nbytes / row.state_nbytes:.2f} %"]
-    cells += [f"{n / MIB:,.0f}" for n in (row.weights_moved_nbytes, row.moved_nbytes)]
+    cells += [f"{n / MIB:,.0f}" for n in (row.peak_nbytes, row.weights_moved_nbytes, row.moved_nbytes)]
     cells += [found, f"{row.exposed} ({row.exposed_nbytes / MIB:,.0f})", f"{row.compile_seconds}"]
     cells += [f"{row.seconds * 1e3:.1f}" if row.seconds else ""]
     return f"| {' | '.join(cells)} |"

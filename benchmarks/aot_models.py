@@ -159,7 +159,9 @@ def loss(
         w = cast(w)
         x = norm(x, w["norm"])
         logits = pin(((x.mean(1) if c.patch else x) @ w["out"]).astype(jnp.float32))
-        hit = jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
+        # Compared, not looked up: the gradient of a lookup is a scatter, which TPU compilers do on a flat copy.
+        at = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) == targets[..., None]
+        hit = jnp.where(at, logits, 0).sum(-1)
         return (jax.nn.logsumexp(logits, -1) - hit).mean()
 
     x = pin(unit(embed)(params["embed"], inputs))

@@ -5,8 +5,8 @@ chips an all-reduce of the whole array, zero but for this chip's part: twice the
 Over some of the chips it gathers. So there a gather goes along a line of chips first and then over all such lines,
 which sends hardly more. `benchmarks/tpu_collectives.py` shows what becomes of which.
 
-Matrices that lie one behind the other, of experts for one, are gathered as one matrix. Of more dims the compiler wants
-the one that is gathered outermost, also in the stack of all layers that the shard is cut from, and copies the stack.
+Matrices that lie one behind the other, of experts for one, are gathered as one matrix. Of more dims the compiler
+wants the one that is gathered outermost, also in the stack of all layers that the shard is cut from, and copies that.
 
 A reduce-scatter of a very wide matrix by rows, 64 of 128,256 to a chip for one, becomes an all-reduce; with a dim in
 front for the parts it does not.
@@ -32,7 +32,7 @@ def all_gather(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
     tail = x.shape[1:]
     if x.ndim > 2 and x.shape[-2] % _SUBLANES == 0 and has_tpus(mesh):
         x = x.reshape(-1, x.shape[-1])
-    for groups in gather_steps(mesh, axis):
+    for groups in gather_steps(mesh, axis, x.shape[0] if x.ndim == 2 else _SUBLANES):
         x = lax.all_gather(x, axis, axis_index_groups=groups, tiled=True)
     return x.reshape(-1, *tail)
 
@@ -51,8 +51,12 @@ def has_tpus(mesh: Mesh) -> bool:
 
 
 @cache
-def gather_steps(mesh: Mesh, axis: str) -> tuple[Groups | None, ...]:
-    """Who gathers with whom, step by step, in indices along the axis; None for all of them at once."""
+def gather_steps(mesh: Mesh, axis: str, rows: int = _SUBLANES) -> tuple[Groups | None, ...]:
+    """Who gathers with whom, step by step, in indices along the axis; None for all of them at once.
+
+    The first step goes along a line of chips, or over as many as make whole tiles of the `rows` of each: the second
+    step's parts lie one behind the other then, and would have to be copied.
+    """
     size = mesh.shape[axis]
     chips = list(mesh.devices.flat)
     if not has_tpus(mesh) or size < max(mesh.size, _MIN_CHIPS.get(chips[0].device_kind, _MIN_CHIPS_OF_OTHERS)):
@@ -62,7 +66,8 @@ def gather_steps(mesh: Mesh, axis: str) -> tuple[Groups | None, ...]:
         return (None,)
     line = next(n for n in range(size // 2, 0, -1) if size % n == 0 and _on_lines(where, n))
     line = line if line > 1 else next(n for n in range(2, size + 1) if size % n == 0)
-    index = np.arange(size).reshape(-1, line)
+    first = next((n for n in range(line, size) if size % n == 0 and n * rows % _SUBLANES == 0), line)
+    index = np.arange(size).reshape(-1, first)
     return tuple(tuple(map(tuple, groups.tolist())) for groups in (index, index.T))
 
 
