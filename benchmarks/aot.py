@@ -2,9 +2,9 @@
 
 The step is AdamW on float32 masters, computed in bfloat16, one sequence a device (eight images for the ViT); each
 layer keeps its input and nothing else for the backward pass, in every variant. `options` are `rj.compiler_options`,
-given to both. With `head kept` the output matrix stays gathered between forward
-and backward. On TPU the plan stores q, k and v with their outputs in front (`axis_order`), as the products want them.
-Nothing is ever allocated: parameters are shapes.
+given to both. With `head kept` the output matrix stays gathered between forward and backward, as planned schedules
+have it; with `two at once` two collectives may be under way at a time. On TPU the plan stores q, k and v with their
+outputs in front (`axis_order`), as the products want them. Nothing is ever allocated: parameters are shapes.
 
     python benchmarks/aot.py --out benchmarks/results/aot
 """
@@ -52,6 +52,7 @@ MODELS = {c.name: c for c in (models.LLAMA, models.GPT_OSS, models.VIT, models.O
     "small": Config("small", 4, 256, 1024, 2001, 4, 2, 64, seq=256),
 }
 VARIANTS = ("named_sharding", "ragged", "named_sharding + options", "ragged + options", "ragged, head kept + options")
+VARIANTS += ("ragged, two at once + options",)
 PRECISION = rj.MixedPrecision("bfloat16", reduce_dtype="bfloat16")
 NOTHING = jax.checkpoint_policies.nothing_saveable
 
@@ -162,8 +163,9 @@ def lower(c: Config, variant: str, target: str, num_devices: int) -> Any:
     return jax.jit(step, donate_argnums=(0, 1)).lower(params, state, *batch)
 
 
-def options_of(c: Config, target: str, num_devices: int) -> dict[str, Any]:
-    return rj.compiler_options(ragged(c, target, num_devices)[0], "gpu" if target == "h100" else "tpu")
+def options_of(c: Config, variant: str, target: str, num_devices: int) -> dict[str, Any]:
+    params, backend = ragged(c, target, num_devices)[0], "gpu" if target == "h100" else "tpu"
+    return rj.compiler_options(params, backend, parallel_collectives=1 + ("two at once" in variant))
 
 
 def weight_shapes(c: Config, num_devices: int) -> set[tuple[int, ...]]:
@@ -180,7 +182,7 @@ def weight_shapes(c: Config, num_devices: int) -> set[tuple[int, ...]]:
 def measure(target: str, num_devices: int, name: str, variant: str, dump: Path | None) -> Row:
     c = MODELS[name]
     lowered = lower(c, variant, target, num_devices)
-    options = options_of(c, target, num_devices) if variant.endswith("options") else None
+    options = options_of(c, variant, target, num_devices) if variant.endswith("options") else None
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=options)
     took = round(time.perf_counter() - start, 1)

@@ -226,6 +226,10 @@ def test_options_allow_what_the_schedule_allows(tree):
     assert not none["xla_gpu_enable_pipelined_all_gather"]
     three = rj.compiler_options(plan, "gpu", schedule=step_schedule(6, distance=2, limit=3))
     assert three["xla_gpu_all_gather_combine_threshold_bytes"] == 2 * layer
+    two = rj.compiler_options(plan, "gpu", parallel_collectives=2)
+    assert two == {**options, "xla_gpu_experimental_parallel_collective_overlap_limit": 2}
     assert all(name.startswith("xla_") for name in rj.compiler_options(plan, "tpu"))
+    with pytest.raises(ValueError, match="parallel_collectives=0"):
+        rj.compiler_options(plan, "gpu", parallel_collectives=0)
     with pytest.raises(ValueError, match="gpu, tpu, cpu"):
         rj.compiler_options(plan, "quantum")

@@ -28,7 +28,12 @@ _TPU_OFF = (
 
 
 def compiler_options(
-    model: Any, backend: str, *, schedule: StepSchedule | None = None, precision: MixedPrecision = FULL
+    model: Any,
+    backend: str,
+    *,
+    schedule: StepSchedule | None = None,
+    precision: MixedPrecision = FULL,
+    parallel_collectives: int = 1,
 ) -> dict[str, bool | int]:
     """What to give to `jax.jit(..., compiler_options=)` so that collectives run beside the computation.
 
@@ -43,9 +48,11 @@ def compiler_options(
       schedule: how many buckets may lie gathered at a time (`limit`); by default two, the one in use and the next.
         With a limit of one nothing is gathered ahead.
       precision: for a plan, the dtypes of its collectives; a model knows its own.
+      parallel_collectives: on GPU, how many collectives may be under way at a time. With 2 a gather may run beside a
+        reduction that takes as long as the layer, as those of small layers over many devices do; more memory is held.
 
     Raises:
-      ValueError: an unknown backend.
+      ValueError: an unknown backend, or no collective at all.
 
     Example:
       >>> import jax
@@ -61,6 +68,8 @@ def compiler_options(
         return {**dict.fromkeys(_SPARSE_CORE, True), **dict.fromkeys(_TPU_OFF, False)}
     if backend not in ("gpu", "cuda", "rocm"):
         raise ValueError(f"no compiler options for backend {backend!r}; choose from gpu, tpu, cpu")
+    if parallel_collectives < 1:
+        raise ValueError(f"parallel_collectives={parallel_collectives} must be at least 1")
     if isinstance(model, Plan | Layout):
         layout = model.layout if isinstance(model, Plan) else model
         shards = layout.num_shards, layout.largest_share
@@ -69,12 +78,15 @@ def compiler_options(
         buckets = [(unit.bucket, unit.precision, unit.num_shards, unit.share) for unit in units_of(model)]
     ahead = (schedule.limit if schedule else 2) - 1
     gathered, reduced = _layer_nbytes(buckets)
-    return {
+    options: dict[str, bool | int] = {
         "xla_gpu_enable_pipelined_all_gather": ahead > 0,
         "xla_gpu_enable_while_loop_double_buffering": ahead > 0,
         "xla_gpu_all_gather_combine_threshold_bytes": max(1, ahead) * gathered,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": max(1, ahead) * reduced,
     }
+    if parallel_collectives > 1:
+        options["xla_gpu_experimental_parallel_collective_overlap_limit"] = parallel_collectives
+    return options
 
 
 def _layer_nbytes(buckets: list[tuple[Bucket, MixedPrecision, int, int]]) -> tuple[int, int]:
