@@ -11,6 +11,7 @@ from flax import nnx
 from models import make_mesh
 
 import ragged_jax as rj
+from ragged_jax.fsdp import drop_unsharded
 from ragged_jax.fsdp._rules import layer_names
 
 X = np.ones((4, 6), np.float32)
@@ -86,6 +87,19 @@ def test_pytrees():
 
     found = gathers(jax.make_jaxpr(rj.value_and_grad(loss))(tree, X).jaxpr)
     assert [found.count(9 + 2 * i) for i in range(3)] == [1, 2, 1]
+
+
+def test_masks_of_floats_are_kept_and_those_of_integers_made_again():
+    def masks(mask) -> int:
+        run = jax.checkpoint(lambda x: jnp.where(mask(x), jnp.sin(x), 0).sum(), policy=drop_unsharded)
+        kept = jax.tree.leaves(jax.vjp(run, jnp.arange(12.0).reshape(3, 4))[1])
+        return [x.shape for x in kept if x.dtype == bool].count((3, 4))
+
+    labels = jnp.array([2, 0, 1])
+    at = lambda x: jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) == labels[:, None]
+    assert masks(lambda x: x > 3) == 1
+    assert masks(at) == 0
+    assert masks(lambda x: ~at(x) & (x > 3)) == 1, "of the two, the one of floats"
 
 
 WIDE = 40  # of the head

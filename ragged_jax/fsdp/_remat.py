@@ -1,14 +1,16 @@
 """What the backward pass keeps of a unit: activations yes, gathered weights no."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 # Values that cost next to nothing to make again. Casts and copies, because were they kept, that of a gathered weight
 # would stand in for the weight itself and nothing would be freed. Plain arithmetic, because it fuses into whatever
 # reads it: keeping the six intermediate values of a gelu costs more memory and time than making them again.
-# Comparisons are kept: a mask is one byte, what it is made from four.
+# Comparisons of floats are kept: a mask is one byte, what it is made from four. Those of integers are not: positions
+# and labels are at hand, and the mask of the labels of a language model is a byte for each logit.
 _COPIES = frozenset(
     {
         "all_gather",
@@ -35,6 +37,7 @@ _ARITHMETIC = frozenset(
         "abs",
         "add",
         "add_any",
+        "and",
         "clamp",
         "div",
         "integer_pow",
@@ -42,28 +45,38 @@ _ARITHMETIC = frozenset(
         "min",
         "mul",
         "neg",
+        "not",
+        "or",
         "select_n",
         "sign",
         "square",
         "sub",
+        "xor",
     }
 )
+_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 
 
-def drop_unsharded(primitive: Any, *_, **params: Any) -> bool:
+def drop_unsharded(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: keep what plain autodiff keeps, except gathered weights and cheap arithmetic.
 
-    Results of products, convolutions, reductions, comparisons and transcendental functions are kept.
+    Results of products, convolutions, reductions, transcendental functions and comparisons of floats are kept.
     """
-    return not _is_cheap(primitive, params)
+    return not _is_cheap(primitive, avals, params)
 
 
-def _is_cheap(primitive: Any, params: Mapping[str, Any]) -> bool:
+def _is_cheap(primitive: Any, avals: Sequence[Any], params: Mapping[str, Any]) -> bool:
     if (call := params.get("call_jaxpr")) is not None:  # of a custom_vjp, as `unshard` is: what it consists of
-        return _gathers(call) or all(_is_cheap(eqn.primitive, eqn.params) for eqn in call.eqns)
+        return _gathers(call) or _all_cheap(call)
     if primitive.name == "shard_map":  # over the axes that split tensors
-        return all(_is_cheap(eqn.primitive, eqn.params) for eqn in params["jaxpr"].eqns)
+        return _all_cheap(params["jaxpr"])
+    if primitive.name in _COMPARISONS:
+        return not any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
     return primitive.name in _COPIES or primitive.name in _ARITHMETIC
+
+
+def _all_cheap(jaxpr: Any) -> bool:
+    return all(_is_cheap(eqn.primitive, [x.aval for x in eqn.invars], eqn.params) for eqn in jaxpr.eqns)
 
 
 def _gathers(jaxpr: Any) -> bool:
