@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Slab
-from ..planner import size
+from ..planner import plain, size
 from ._parts import Part, parts_of
 from ._precision import MixedPrecision
 from ._quantised import packed_nbytes
@@ -102,12 +102,7 @@ class Description:
         return table
 
     def __str__(self):
-        from rich.console import Console
-
-        console = Console(width=110, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return plain(self.__rich__())
 
 
 def describe(model: Any) -> Description:
