@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ._report import BucketReport, Plan
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 
@@ -20,8 +21,8 @@ def size(nbytes: int | float) -> str:
     return f"{nbytes:.2f} TiB"
 
 
-def plain(table: "Table", width: int = 110) -> str:
-    """A `rich` table as text without colours, for `print`; no line ends in blanks."""
+def plain(table: "RenderableType", width: int = 110) -> str:
+    """What `rich` can print as text without colours, for `print`; no line ends in blanks."""
     from rich.console import Console
 
     console = Console(width=width, color_system=None)
