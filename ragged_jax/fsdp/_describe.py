@@ -178,7 +178,7 @@ def _notes(rows: list[tuple[BucketDescription, int]]) -> Iterator[str]:
     kinds: dict[str, list[str]] = {}
     wire: dict[str, int] = {}
     labels: dict[str, int] = {}
-    for bucket, count in rows:
+    for bucket, count in (row for row in rows if row[0].slabs):
         kind, others = _dtypes(bucket), f" and {count - 1} like it" if count > 1 else ""
         kinds.setdefault(kind, []).append((bucket.name or "(root)") + others)
         if bucket.precision.gather_dtype:
@@ -195,7 +195,7 @@ def _notes(rows: list[tuple[BucketDescription, int]]) -> Iterator[str]:
 
 
 def _dtypes(bucket: BucketDescription) -> str:
-    precision, text = bucket.precision, ", ".join(bucket.dtypes) or "no tensors"
+    precision, text = bucket.precision, ", ".join(bucket.dtypes)
     text += f"; gathered as {precision.param_dtype}" if precision.param_dtype else ""
     text += f"; gradients reduced as {precision.reduce_dtype}" if precision.reduce_dtype else ""
     return text + (f"; {precision.gather_dtype} on the wire" if precision.gather_dtype else "")

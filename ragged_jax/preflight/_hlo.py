@@ -60,7 +60,7 @@ class Collective:
     wire_nbytes: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class HloReport:
     """What a compiled program does on each device; `str` gives a table.
 

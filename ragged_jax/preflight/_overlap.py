@@ -78,7 +78,7 @@ class Move:
     nbytes: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class OverlapReport:
     """What a program's collectives are hidden behind; `str` gives a table.
 
