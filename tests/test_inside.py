@@ -218,6 +218,7 @@ def test_a_description_fits_a_terminal_whatever_the_precision():
     (total,) = (line for line in lines if line.startswith("total"))
     rows = lines[lines.index(next(line for line in lines if line.startswith("(root)"))) : lines.index(total)]
     assert [row.split()[0] for row in rows if row] == ["(root)", "layers"]  # a line for each bucket, none is folded
+    assert total.split()[:4] == ["total", "2", "0", str(len(PARAMS) + 1)]  # tensors that are sole, that are packed
     assert "mesh of replica 2, fsdp 3, sharded over fsdp, replicated over replica" in text
     assert f"float8_e4m3fn on the wire (at most {size(root.wire_nbytes)})" in text
     (matrix,) = (slab for slab in layers.slabs if slab.placements[0].tensor.label)

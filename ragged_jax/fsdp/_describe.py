@@ -85,9 +85,8 @@ class Description:
             table.add_row(*_row(bucket, count))
         table.add_section()
         padding, payload = (sum(getattr(b, f"{x}_nbytes") for b in self.buckets) for x in ("padding", "payload"))
-        sole = sum(slab.sole for bucket in self.buckets for slab in bucket.slabs)
-        packed = sum(len(bucket.slabs) for bucket in self.buckets) - sole
-        total = (len(self.buckets), sole, packed, size(self.device_nbytes), _percent(padding, payload))
+        kinds = map(sum, zip(*(_kinds(bucket) for bucket in self.buckets), strict=True))
+        total = (len(self.buckets), *kinds, size(self.device_nbytes), _percent(padding, payload))
         table.add_row("total", *map(str, total))
         title = f"mesh of {mesh}, sharded over {over}, layout {self.fingerprint}"
         return Group(title, table, *_notes(rows), *(f"tied: {' = '.join(n)}" for b in self.buckets for n in b.tied))
@@ -159,13 +158,17 @@ def _wire(part: Part, slab: Slab) -> int:
     return part.unit.num_shards * packed_nbytes(part.unit.share * slab.shard_numel, part.unit.precision.gather_block)
 
 
-def _row(bucket: BucketDescription, count: int) -> list[str]:
+def _kinds(bucket: BucketDescription) -> tuple[int, int]:
+    """How many tensors have a slab of their own, and how many share one."""
     sole = sum(slab.sole for slab in bucket.slabs)
+    return sole, sum(len(slab.placements) for slab in bucket.slabs) - sole
+
+
+def _row(bucket: BucketDescription, count: int) -> list[str]:
     return [
         (bucket.name or "(root)") + (f" x {bucket.stack}" if bucket.stack is not None else ""),
         str(count),
-        str(sole),
-        str(len(bucket.slabs) - sole),
+        *map(str, _kinds(bucket)),
         size(bucket.device_nbytes),
         _percent(bucket.padding_nbytes, bucket.payload_nbytes),
         size(bucket.gathered_nbytes),

@@ -48,7 +48,8 @@ def plan(
         divides and they have slabs of their own; the first pattern that matches wins. The dims are those of
         one layer.
       merge: how many like layers that follow one another share a bucket. `auto` doubles the number, up to 8,
-        as long as that saves at least a hundredth of the model; the gathered bucket grows with it.
+        as long as that saves at least a hundredth of the model; the gathered bucket grows with it. It says what units
+        of several layers would be worth: `fully_shard` gathers what the model's units are, and follows no such plan.
       shares: for devices of different memory, how many parts of the model each holds, e.g. `(2, 2, 1, 1)`.
       min_slab_nbytes: below this many unsharded bytes a tensor does not deserve a slab of its own.
       align_nbytes: tensors that share a slab start at multiples of it. By default 16 where tensors are views
