@@ -1,6 +1,7 @@
-"""`docs/reference.md` says what the source says."""
+"""`docs/reference.md` says what the source says, and the guide names what there is."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,20 @@ def test_signatures_are_those_of_the_source(tmp_path, monkeypatch):
     thing = make_reference.entry("p", "C")
     assert "class C(n=1)" in thing
     assert thing.endswith("A thing.\n\n- `size`: How large.\n- `go(*, far=2)`: Goes.")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/guide.md"])
+def test_what_the_guide_names_exists(page):
+    text, root = (DOCS.parent / page).read_text(), (DOCS.parent / page).parent
+    names = {
+        r"\brj\.(?!optim\b)(\w+)": rj.__all__,
+        r"\brj\.optim\.(\w+)": rj.optim.__all__,
+        r"\btb\.(?!optim\b)(\w+)": make_reference.public("torch_bridge"),
+        r"\btb\.optim\.(\w+)": make_reference.public("torch_bridge.optim"),
+    }
+    found = {pattern: set(re.findall(pattern, text)) for pattern in names}
+    assert sum(map(len, found.values())) > 10
+    assert {pattern: gone for pattern, known in names.items() if (gone := found[pattern] - {*known})} == {}
+    linked = re.findall(r"\]\(((?!https?:|#)[^)#\s]+)\)", re.sub(r"(?s)```.*?```", "", text))
+    assert linked
+    assert [path for path in linked if not (root / path).exists()] == []
