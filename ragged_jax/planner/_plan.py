@@ -65,8 +65,8 @@ def plan(
       >>> from ragged_jax.layout import TensorSpec, rows
       >>> kernel = TensorSpec("mlp/kernel", (1024, 256), "float32", rows(32))
       >>> bias = TensorSpec("mlp/bias", (256,), "float32")
-      >>> plan([Group("mlp", (kernel, bias))], num_shards=8).layout
-      Layout(2 tensors in 1 buckets over 8 shards, 131200 bytes each, padding 0.00 %)
+      >>> plan([Group("mlp", (kernel, bias))], num_shards=8)
+      Plan(Layout(2 tensors in 1 buckets over 8 shards, 131200 bytes each, padding 0.00 %), bound 0.00 %)
     """
     if type(num_shards) is not int or num_shards < 1:
         raise ValueError(f"num_shards must be an integer of at least 1, got {num_shards!r}")
