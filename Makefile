@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help train test test-deep lint format bench clean
+.PHONY: help train test test-deep lint format bench docs clean
 
 help:
 	@echo "make train   train a small GPT on real text, fully sharded over 8 virtual devices"
 	@echo "make test    run the tests        make lint    ruff and pyright"
 	@echo "make bench   step time and memory against jit + NamedSharding"
+	@echo "make docs    write docs/reference.md from the docstrings"
 
 .venv/.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -35,6 +36,9 @@ format: .venv/.done
 
 bench: .venv/.done
 	$(BIN)/python benchmarks/step_time.py $(ARGS)
+
+docs:
+	$(PYTHON) docs/make_reference.py
 
 clean:
 	rm -rf .venv out

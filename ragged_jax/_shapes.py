@@ -12,7 +12,7 @@ where `count` layers of a group are alike and need not be written out.
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -124,16 +124,21 @@ def with_block(tensor: TensorSpec, rule: BlockRule) -> TensorSpec:
     return replace(tensor, block=block)
 
 
-def model_groups(factory: str, block: BlockRule) -> list[Group]:
+def model_groups(
+    factory: str, block: BlockRule, units: Sequence[str] = (), stacked: Sequence[str] = ()
+) -> list[Group]:
     """The groups of a Flax model, built abstractly: nothing is allocated.
 
     Args:
       factory: `module:function`. The function takes no arguments and returns an NNX module, or `(module,
         example inputs...)` for Linen.
       block: what must stay on one device.
+      units, stacked: patterns of the submodules' paths, as for `fully_shard`, which then has these groups, too.
+        Without them a group is a numbered layer, or what has the same first two names.
 
     Raises:
       ShapesError: there is no such function, or it does not return a model.
+      ValueError: a pattern that matches nothing.
     """
     import importlib
     import os
@@ -147,17 +152,20 @@ def model_groups(factory: str, block: BlockRule) -> list[Group]:
         raise ShapesError(f"{factory}: {error}") from None
     finally:
         sys.path.pop(0)
-    leaves = _abstract_leaves(factory, make)
+    made, inputs = _abstract_model(factory, make)
+    if units or stacked:
+        from . import adapters as adapters  # they register their models with the functions of fsdp
+        from .fsdp import groups_of
+
+        return groups_of(made, block, tuple(units), tuple(stacked) or None, *inputs)
+    leaves = _abstract_leaves(made, inputs)
     shapes = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves if hasattr(leaf, "dtype")}
     return _by_layer(shapes, block)
 
 
-def _abstract_leaves(factory: str, make: Any) -> list[tuple[str, Any]]:
-    import jax
+def _abstract_model(factory: str, make: Any) -> tuple[Any, tuple[Any, ...]]:
+    """A Flax module without values, and for Linen its example inputs."""
     from flax import linen, nnx
-
-    def path_of(keys: Any) -> str:
-        return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
 
     try:
         made = nnx.eval_shape(make)
@@ -167,14 +175,25 @@ def _abstract_leaves(factory: str, make: Any) -> list[tuple[str, Any]]:
         except TypeError as error:  # most often: it wants arguments
             raise ShapesError(f"{factory}() does not return a model: {error}") from error
     if isinstance(made, nnx.Module):
+        return made, ()
+    if isinstance(made, tuple) and made and isinstance(made[0], linen.Module):
+        return made[0], made[1:]
+    raise ShapesError(
+        f"{factory}() must return an NNX module, or a Linen module and inputs; got {type(made).__name__}"
+    )
+
+
+def _abstract_leaves(made: Any, inputs: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    import jax
+    from flax import nnx
+
+    def path_of(keys: Any) -> str:
+        return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in keys)
+
+    if isinstance(made, nnx.Module):
         tree = nnx.to_pure_dict(nnx.state(made, nnx.Param))
-    elif isinstance(made, tuple) and made and isinstance(made[0], linen.Module):
-        module, *inputs = made
-        tree = jax.eval_shape(module.init, jax.random.key(0), *inputs)["params"]
     else:
-        raise ShapesError(
-            f"{factory}() must return an NNX module, or a Linen module and inputs; got {type(made).__name__}"
-        )
+        tree = jax.eval_shape(made.init, jax.random.key(0), *inputs)["params"]
     return [(path_of(keys), leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

@@ -114,6 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         help="what must stay on one device: element, elements:256, row, rows:32, tile:128x128, whole; or "
         "several PATTERN=BLOCK, the first that matches a tensor's name wins. Default: row",
     )
+    units = "of a Flax model, patterns of the submodules that gather, as for fully_shard, which follows that layout"
+    command.add_argument("--units", nargs="+", default=[], metavar="PATTERN", help=units)
+    stacked = "which of the units hold layers stacked for a scan"
+    command.add_argument("--stacked", nargs="+", default=[], metavar="PATTERN", help=stacked)
     command.add_argument("--profile", choices=sorted(PROFILES), default="h100", help="the machine")
     command.add_argument("--storage", choices=("row_major", "tiled", "auto"), default="row_major")
     command.add_argument("--merge", type=_merge, default=1, metavar="LAYERS", help="layers in a bucket, or auto")
@@ -150,7 +154,12 @@ def _add_output(command: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     rule = _rule(args.block)
-    groups = model_groups(args.shapes, rule) if _is_factory(args.shapes) else read_shapes(args.shapes, rule)
+    if _is_factory(args.shapes):
+        groups = model_groups(args.shapes, rule, args.units, args.stacked)
+    elif args.units or args.stacked:
+        raise ValueError(f"--units and --stacked are for module:factory, and {args.shapes} is a file of shapes")
+    else:
+        groups = read_shapes(args.shapes, rule)
     names = [tensor.name for group in groups for tensor in group.tensors]
     for pattern in rule if not isinstance(rule, Block) else ():
         if not any(fnmatchcase(name, pattern) for name in names):

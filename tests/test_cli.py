@@ -194,6 +194,43 @@ def nnx_model():
     return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 4, rngs=nnx.Rngs(0)))
 
 
+def blocks_model():
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(40, 8, rngs=rngs)
+            self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    return Model(nnx.Rngs(0))
+
+
+def test_fully_shard_follows_a_layout_planned_with_its_units(capsys, tmp_path):
+    import jax
+
+    import ragged_jax as rj
+
+    file, factory = tmp_path / "layout.json", f"{__name__}:blocks_model"
+    assert run(capsys, "plan", factory, "-n", "4", "--units", "blocks/*", "-o", str(file))[0] == 0
+    layout = Layout.from_json(file.read_bytes())
+    assert [bucket.name for bucket in layout.buckets] == ["", "blocks/0", "blocks/1"]  # not what is in the blocks
+    mesh = jax.make_mesh((4,), ("fsdp",), devices=jax.devices()[:4])
+    model = rj.fully_shard(blocks_model, mesh, axis="fsdp", units="blocks/*", plan=layout)
+    assert rj.get_layout(model) == layout
+    nested = rj.plan(blocks_model(), 4, units=("blocks/*", "blocks/*/up"))
+    assert [bucket.name for bucket in nested.layout.buckets if bucket.name.endswith("/up")] == [
+        "blocks/0/up",
+        "blocks/1/up",
+    ]
+    status, _, err = run(capsys, "plan", factory, "-n", "4", "--units", "block/*")
+    assert (status, "matches no submodule" in err) == (2, True)
+    assert "--units and --stacked are for" in run(capsys, "plan", GPT2, "-n", "4", "--units", "h/*")[2]
+
+
 def linen_model():
     import jax.numpy as jnp
     from flax import linen

@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from models import batches, flat, loss_fn, make_mesh, make_sharded, poison_padding
+from rich.console import Console
 
 import ragged_jax as rj
 from ragged_jax.adapters._nnx import _units
+from ragged_jax.planner import size
 from ragged_jax.preflight import hlo_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:these tensors are smaller than one block:UserWarning")
@@ -195,9 +197,32 @@ def test_describe():
         assert part in " ".join(text.split())
     assert "bfloat16" in text
     assert "blocks/1" not in text  # it is as blocks/0
+    assert "(root): float32" in text.splitlines()
+    assert "blocks/0 and 1 like it: float32; gathered as bfloat16; gradients reduced as float32" in text.splitlines()
     stack = rj.describe(make_sharded(3, scan=True)).buckets[1]
     assert stack.stack == 2
     assert stack.gathered_nbytes == 3 * stack.device_nbytes // 2
+
+
+def test_a_description_fits_a_terminal_whatever_the_precision():
+    mesh = jax.make_mesh((2, 3), ("replica", "fsdp"), devices=jax.devices()[:6])
+    precision = rj.MixedPrecision("bfloat16", reduce_dtype="float32", gather_dtype="float8_e4m3fn")
+    tree = rj.shard_tree(
+        PARAMS, mesh, **{**OPTIONS, "axis": ("replica", "fsdp")}, precision=precision, label={"layers/w": "matrix"}
+    )
+    console = Console(width=80, color_system=None)
+    with console.capture() as captured:
+        console.print(rj.describe(tree))
+    lines = [line.strip() for line in captured.get().splitlines()]
+    text, (root, layers) = " ".join(lines), rj.describe(tree).buckets
+    (total,) = (line for line in lines if line.startswith("total"))
+    rows = lines[lines.index(next(line for line in lines if line.startswith("(root)"))) : lines.index(total)]
+    assert [row.split()[0] for row in rows if row] == ["(root)", "layers"]  # a line for each bucket, none is folded
+    assert total.split()[:4] == ["total", "2", "0", str(len(PARAMS) + 1)]  # tensors that are sole, that are packed
+    assert "mesh of replica 2, fsdp 3, sharded over fsdp, replicated over replica" in text
+    assert f"float8_e4m3fn on the wire (at most {size(root.wire_nbytes)})" in text
+    (matrix,) = (slab for slab in layers.slabs if slab.placements[0].tensor.label)
+    assert f"label matrix: {size(layers.stack * matrix.shard_nbytes)} per device" in lines
 
 
 @pytest.mark.parametrize("scan", [False, True])

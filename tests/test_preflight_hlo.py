@@ -126,6 +126,29 @@ def test_asynchronous_pairs_count_once_and_prefetches_are_no_copies():
     assert found.temp_nbytes is None
 
 
+def squeezed(found) -> list[str]:
+    """The lines of a report with one blank where it has several."""
+    return [" ".join(line.split()) for line in str(found).splitlines()]
+
+
+def test_a_report_prints_as_a_table_and_its_repr_is_short():
+    found = hlo_report(ASYNC)
+    assert repr(found) == "HloReport(7 all-gather, 3.06 KiB sent, 3.50 KiB moved)"
+    for line in (
+        "all-gather 1 7 3.50 KiB 3.06 KiB",
+        "all collectives 1 7 3.50 KiB 3.06 KiB",
+        "moved by copy 3.50 KiB",
+        "all that is only moved 3.50 KiB",
+    ):
+        assert line in squeezed(found)
+    assert "temporary" not in str(found)  # text says nothing of memory
+    compiled = hlo_report(jax.jit(lambda x: x @ x).lower(jnp.ones((256, 256))).compile())
+    assert repr(compiled).startswith("HloReport(no collectives, 0 B sent")
+    assert "arguments 256.00 KiB" in squeezed(compiled)
+    unknown = hlo_report(ASYNC.replace(', backend_config={"known_trip_count":{"n":"7"}}', ""))
+    assert "loops of unknown length, counted once 1" in squeezed(unknown)
+
+
 def test_a_reshape_that_changes_the_tiling_of_a_tpu_is_a_move():
     found = hlo_report("""HloModule m, is_scheduled=true
 

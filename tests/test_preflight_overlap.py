@@ -136,6 +136,8 @@ def test_gpu_gathers_are_combined_and_hidden_and_what_is_not_is_named():
     assert report.exposed_in_loops == (scatter,)
     assert report.unit_moved_nbytes == 15 * 128
     assert report.table().row_count == 2
+    assert repr(report) == "OverlapReport(2 collectives, 1 exposed in loops, 1.88 KiB moved for units)"
+    assert "reduce-scatter layers backward loop 15 0.00 1 0 of 2 EXPOSED" in " ".join(str(report).split())
 
 
 def test_a_layer_of_a_list_is_named_by_its_whole_path():

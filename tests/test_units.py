@@ -51,3 +51,13 @@ def test_an_object_at_two_paths_is_two_as_jax_sees_it(units):
     grads = rj.full_params(rj.value_and_grad(lambda p, x: loss(p, x, rj.unsharded) / len(x))(tree, x)[1])
     want = jax.grad(lambda p, x: sum(loss(p, row[None]) for row in x) / len(x))(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)
+
+
+def test_a_plan_that_joins_units_says_what_to_do():
+    params = {"layers": [{"w": np.ones((8, 4), np.float32)} for _ in range(4)]}
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    plan = rj.plan(params, 2, units="layers/*", merge=2)
+    with pytest.raises(ValueError, match=r"are layers/0\.\.layers/1, .* units layers/0, .*: .*`merge=` joins"):
+        rj.shard_tree(params, mesh, axis="fsdp", units="layers/*", plan=plan)
+    with pytest.raises(ValueError, match=r"units \(root\), layers/3: plan with the units of the model$"):
+        rj.shard_tree(params, mesh, axis="fsdp", units="layers/3", plan=rj.plan(params, 2, units="layers/*"))

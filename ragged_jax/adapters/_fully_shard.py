@@ -44,8 +44,8 @@ def fully_shard(
       mesh: the devices, with `Auto` or `Explicit` axes.
       axis: the mesh axis to shard over; of several, the last one shards and the others replicate.
       units: which submodules gather their parameters when they are called and drop them afterwards: a class, a
-        pattern of their path (`"blocks/*"`), several of these, or a predicate on path and module. What is left is
-        gathered at the start of the step.
+        pattern of their path (`"blocks/*"`: the blocks, and nothing inside of them), several of these, or a
+        predicate on path and module. What is left is gathered at the start of the step.
       block: what no device boundary may cut; one rule, or a mapping from path patterns to rules. By default what
         the plan says, or else single elements.
       stacked: which of the units hold layers stacked on a leading dim, for `nnx.scan`. For Linen this is found

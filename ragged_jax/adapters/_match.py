@@ -10,15 +10,22 @@ ModuleUnits = type | str | tuple[type | str, ...] | Callable[[str, Any], bool] |
 def matches(rule: ModuleUnits, path: str, module: Any) -> bool:
     """Whether a rule chooses the module at a path such as `blocks/0`.
 
+    A pattern chooses no module inside of one that it chooses: `blocks/*` means the blocks, not all that is in them.
+
     Raises:
       TypeError: it is not a rule.
+
+    Example:
+      >>> [matches("blocks/*", path, None) for path in ("blocks", "blocks/0", "blocks/0/up")]
+      [False, True, False]
     """
     if rule is None:
         return False
     if isinstance(rule, tuple):
         return any(matches(one, path, module) for one in rule)
     if isinstance(rule, str):
-        return fnmatchcase(path, rule)
+        outer = (path[:at] for at, char in enumerate(path) if char == "/")
+        return fnmatchcase(path, rule) and not any(fnmatchcase(folder, rule) for folder in outer)
     if isinstance(rule, type):
         return isinstance(module, rule)
     if not callable(rule):

@@ -6,13 +6,13 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from ..layout import Slab
-from ..planner import size
+from ..planner import plain, size
 from ._parts import Part, parts_of
 from ._precision import MixedPrecision
 from ._quantised import packed_nbytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Group
 
 
 @dataclass(frozen=True)
@@ -69,45 +69,30 @@ class Description:
         """Bytes of parameters on each device."""
         return sum(bucket.device_nbytes for bucket in self.buckets)
 
-    def __rich__(self) -> "Table":
+    def __rich__(self) -> "Group":
         from rich.box import SIMPLE_HEAD  # flax brings rich along; it is needed here only
+        from rich.console import Group
         from rich.table import Table
 
         mesh = ", ".join(f"{axis} {length}" for axis, length in self.mesh)
-        table = Table(
-            title=f"mesh of {mesh}, sharded over {self.axes[-1]}, layout {self.fingerprint}",
-            title_justify="left",
-            box=SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        table.add_column("bucket", overflow="fold")
-        for heading in ("number", "slabs", "per device", "padding", "gathered", "dtype", "after forward"):
-            table.add_column(heading, justify="right", overflow="fold")
-        for bucket, count in _alike(self.buckets):
+        over = self.axes[-1] + "".join(f", replicated over {axis}" for axis in self.axes[:-1])
+        rows = list(_alike(self.buckets))
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("bucket", overflow="fold")  # the one that gives way on a narrow terminal
+        for heading in ("number", "sole", "packed", "per device", "padding", "gathered", "then"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for bucket, count in rows:
             table.add_row(*_row(bucket, count))
         table.add_section()
         padding, payload = (sum(getattr(b, f"{x}_nbytes") for b in self.buckets) for x in ("padding", "payload"))
-        largest = max((bucket.gathered_nbytes for bucket in self.buckets), default=0)
-        table.add_row(
-            "total",
-            str(len(self.buckets)),
-            str(sum(len(b.slabs) for b in self.buckets)),
-            size(self.device_nbytes),
-            _percent(padding, payload),
-            f"at most {size(largest)}",
-        )
-        for names in (names for bucket in self.buckets for names in bucket.tied):
-            table.caption = f"{table.caption or 'tied:'} {' = '.join(names)};"
-        table.caption_justify = "left"
-        return table
+        kinds = map(sum, zip(*(_kinds(bucket) for bucket in self.buckets), strict=True))
+        total = (len(self.buckets), *kinds, size(self.device_nbytes), _percent(padding, payload))
+        table.add_row("total", *map(str, total))
+        title = f"mesh of {mesh}, sharded over {over}, layout {self.fingerprint}"
+        return Group(title, table, *_notes(rows), *(f"tied: {' = '.join(n)}" for b in self.buckets for n in b.tied))
 
     def __str__(self):
-        from rich.console import Console
-
-        console = Console(width=110, color_system=None)
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
+        return plain(self.__rich__())
 
 
 def describe(model: Any) -> Description:
@@ -173,22 +158,50 @@ def _wire(part: Part, slab: Slab) -> int:
     return part.unit.num_shards * packed_nbytes(part.unit.share * slab.shard_numel, part.unit.precision.gather_block)
 
 
-def _row(bucket: BucketDescription, count: int) -> list[str]:
+def _kinds(bucket: BucketDescription) -> tuple[int, int]:
+    """How many tensors have a slab of their own, and how many share one."""
     sole = sum(slab.sole for slab in bucket.slabs)
-    gather, reduce = bucket.precision.param_dtype, bucket.precision.reduce_dtype
-    dtype = ", ".join(bucket.dtypes) + (f", gathered {gather}" if gather else "")
-    if bucket.precision.gather_dtype is not None:
-        dtype += f", {bucket.precision.gather_dtype} on the wire ({size(bucket.wire_nbytes)})"
+    return sole, sum(len(slab.placements) for slab in bucket.slabs) - sole
+
+
+def _row(bucket: BucketDescription, count: int) -> list[str]:
     return [
         (bucket.name or "(root)") + (f" x {bucket.stack}" if bucket.stack is not None else ""),
         str(count),
-        f"{sole} sole, {len(bucket.slabs) - sole} packed",
+        *map(str, _kinds(bucket)),
         size(bucket.device_nbytes),
         _percent(bucket.padding_nbytes, bucket.payload_nbytes),
         size(bucket.gathered_nbytes),
-        dtype + (f", reduced {reduce}" if reduce else ""),
         {None: "as called", True: "dropped", False: "kept"}[bucket.reshard],
     ]
+
+
+def _notes(rows: list[tuple[BucketDescription, int]]) -> Iterator[str]:
+    """What the table has no room for: dtypes and precision of buckets, labels, and names for the same tensor."""
+    kinds: dict[str, list[str]] = {}
+    wire: dict[str, int] = {}
+    labels: dict[str, int] = {}
+    for bucket, count in (row for row in rows if row[0].slabs):
+        kind, others = _dtypes(bucket), f" and {count - 1} like it" if count > 1 else ""
+        kinds.setdefault(kind, []).append((bucket.name or "(root)") + others)
+        if bucket.precision.gather_dtype:
+            wire[kind] = max(wire.get(kind, 0), bucket.wire_nbytes)
+        for slab in bucket.slabs:
+            if slab.placements and (label := slab.placements[0].tensor.label):  # the same for all of a slab
+                part = bucket.device_nbytes * slab.shard_nbytes // sum(each.shard_nbytes for each in bucket.slabs)
+                labels[label] = labels.get(label, 0) + count * part
+    for kind, names in kinds.items():
+        at_most = f" (at most {size(wire[kind])})" if kind in wire else ""
+        yield f"{'all buckets' if len(kinds) == 1 else ', '.join(names)}: {kind}{at_most}"
+    for label, nbytes in labels.items():
+        yield f"label {label}: {size(nbytes)} per device"
+
+
+def _dtypes(bucket: BucketDescription) -> str:
+    precision, text = bucket.precision, ", ".join(bucket.dtypes)
+    text += f"; gathered as {precision.param_dtype}" if precision.param_dtype else ""
+    text += f"; gradients reduced as {precision.reduce_dtype}" if precision.reduce_dtype else ""
+    return text + (f"; {precision.gather_dtype} on the wire" if precision.gather_dtype else "")
 
 
 def _percent(padding: int, payload: int) -> str:

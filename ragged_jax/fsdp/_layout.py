@@ -50,8 +50,21 @@ def make_layout(
         if planned.get(name) != wanted.get(name):
             faults.append(f"{name}: planned {planned.get(name)}, the model has {wanted.get(name)}")
     if faults:
-        raise ValueError("the plan is not for this model (bucket, stack, shape, ...):" + listed(faults))
+        hint = _hint([b.name for b in layout.buckets if b.slabs], [g.name for g in groups if g.tensors])
+        raise ValueError("the plan is not for this model (bucket, stack, shape, ...):" + listed(faults) + hint)
     return layout
+
+
+def _hint(buckets: Sequence[str], units: Sequence[str]) -> str:
+    """What to do where a plan gathers other things together than the model does."""
+    if set(buckets) == set(units):
+        return ""
+    planned, wanted = (
+        ", ".join([*(name or "(root)" for name in names[:3]), *["..."] * (len(names) > 3)])
+        for names in (buckets, units)
+    )
+    joined = "; layers that `merge=` joins must be one unit of it" * any(".." in name for name in buckets)
+    return f"\nIts buckets are {planned}, the model's units {wanted}: plan with the units of the model{joined}"
 
 
 def stack_length(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:

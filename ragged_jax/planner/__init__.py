@@ -32,5 +32,6 @@ from ._simulate import simulate as simulate
 from ._steps import Op as Op
 from ._steps import StepSchedule as StepSchedule
 from ._steps import step_schedule as step_schedule
+from ._table import plain as plain
 from ._table import plan_table as plan_table
 from ._table import size as size

@@ -85,7 +85,7 @@ def _merged(groups: Sequence[Group], num_shards: int, options: dict[str, Any]) -
         return "", None
     made = plan(groups, num_shards, **{**options, "merge": "auto"})
     largest = max((bucket.unshard_nbytes for bucket in made.buckets), default=0)
-    return f"Let several layers share a bucket (merge='auto'; the largest gathers {size(largest)})", made
+    return f"Make one unit of several layers (as merge='auto' plans; the largest gathers {size(largest)})", made
 
 
 def _fewer(groups: Sequence[Group], num_shards: int, options: dict[str, Any]) -> _Alternative:

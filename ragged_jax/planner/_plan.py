@@ -48,7 +48,8 @@ def plan(
         divides and they have slabs of their own; the first pattern that matches wins. The dims are those of
         one layer.
       merge: how many like layers that follow one another share a bucket. `auto` doubles the number, up to 8,
-        as long as that saves at least a hundredth of the model; the gathered bucket grows with it.
+        as long as that saves at least a hundredth of the model; the gathered bucket grows with it. It says what units
+        of several layers would be worth: `fully_shard` gathers what the model's units are, and follows no such plan.
       shares: for devices of different memory, how many parts of the model each holds, e.g. `(2, 2, 1, 1)`.
       min_slab_nbytes: below this many unsharded bytes a tensor does not deserve a slab of its own.
       align_nbytes: tensors that share a slab start at multiples of it. By default 16 where tensors are views
@@ -64,8 +65,8 @@ def plan(
       >>> from ragged_jax.layout import TensorSpec, rows
       >>> kernel = TensorSpec("mlp/kernel", (1024, 256), "float32", rows(32))
       >>> bias = TensorSpec("mlp/bias", (256,), "float32")
-      >>> plan([Group("mlp", (kernel, bias))], num_shards=8).layout
-      Layout(2 tensors in 1 buckets over 8 shards, 131200 bytes each, padding 0.00 %)
+      >>> plan([Group("mlp", (kernel, bias))], num_shards=8)
+      Plan(Layout(2 tensors in 1 buckets over 8 shards, 131200 bytes each, padding 0.00 %), bound 0.00 %)
     """
     if type(num_shards) is not int or num_shards < 1:
         raise ValueError(f"num_shards must be an integer of at least 1, got {num_shards!r}")

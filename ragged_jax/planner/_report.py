@@ -109,3 +109,6 @@ class Plan:
     def optimal(self) -> bool:
         """Whether the plan reaches its bound."""
         return self.shard_nbytes == self.bound_nbytes
+
+    def __repr__(self):
+        return f"Plan({self.layout!r}, bound {100 * self.bound_fraction:.2f} %)"

@@ -1,4 +1,4 @@
-"""The report of a plan as a table for people."""
+"""The report of a plan as a table for people, and what other reports need for theirs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ._report import BucketReport, Plan
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 
@@ -18,6 +19,16 @@ def size(nbytes: int | float) -> str:
             return f"{nbytes:.0f} {prefix}" if prefix == "B" else f"{nbytes:.2f} {prefix}"
         nbytes /= 1024
     return f"{nbytes:.2f} TiB"
+
+
+def plain(table: "RenderableType", width: int = 110) -> str:
+    """What `rich` can print as text without colours, for `print`; no line ends in blanks."""
+    from rich.console import Console
+
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def plan_table(plan: Plan, with_bound: bool = True) -> "Table":

@@ -11,7 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ..planner import plain, size
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 COLLECTIVES = (
     "all-gather",
@@ -57,7 +62,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class HloReport:
-    """What a compiled program does on each device.
+    """What a compiled program does on each device; `str` gives a table.
 
     Attributes:
       collectives: by kind (an HLO opcode such as `all-gather`).
@@ -88,6 +93,50 @@ class HloReport:
     @property
     def total_moved_nbytes(self) -> int:
         return sum(self.moved_nbytes.values())
+
+    def table(self) -> "Table":
+        """As a `rich` table: a line for each kind of collective, for what only moves data, and for memory."""
+        from rich.box import SIMPLE_HEAD
+        from rich.table import Table
+
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table.add_column("on each device")
+        for heading in ("instructions", "runs", "bytes", "sent"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for kind, c in self.collectives.items():
+            table.add_row(kind, str(c.static), str(c.executed), size(c.nbytes), size(c.wire_nbytes))
+        static, nbytes = (sum(getattr(c, what) for c in self.collectives.values()) for what in ("static", "nbytes"))
+        table.add_row("all collectives", str(static), str(self.num_executed), size(nbytes), size(self.wire_nbytes))
+        table.add_section()
+        for opcode, moved in self.moved_nbytes.items():
+            table.add_row(f"moved by {opcode}", "", "", size(moved))
+        table.add_row("all that is only moved", "", "", size(self.total_moved_nbytes))
+        table.add_section()
+        for what, nbytes in self._memory:
+            table.add_row(what, "", "", size(nbytes))
+        if self.unknown_loops:
+            table.add_section()
+            table.add_row("loops of unknown length, counted once", str(self.unknown_loops))
+        return table
+
+    @property
+    def _memory(self) -> tuple[tuple[str, int], ...]:
+        memory = {
+            "arguments": self.argument_nbytes,
+            "outputs": self.output_nbytes,
+            "of these in place of arguments": self.alias_nbytes,
+            "temporary memory": self.temp_nbytes,
+        }
+        return tuple((what, nbytes) for what, nbytes in memory.items() if nbytes is not None)
+
+    def __str__(self):
+        return plain(self.table())
+
+    def __repr__(self):
+        parts = [f"{c.executed} {kind}" for kind, c in self.collectives.items()] or ["no collectives"]
+        parts += [f"{size(self.wire_nbytes)} sent", f"{size(self.total_moved_nbytes)} moved"]
+        parts += [f"{size(self.temp_nbytes)} temporary"] if self.temp_nbytes is not None else []
+        return f"HloReport({', '.join(parts)})"
 
 
 def hlo_report(compiled: Any) -> HloReport:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..planner import plain, size
 from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _Module, _move, _own, _parse, text_of, trip_count
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Move:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """What a program's collectives are hidden behind.
+    """What a program's collectives are hidden behind; `str` gives a table.
 
     Attributes:
       collectives: in the order of the schedule.
@@ -110,9 +111,16 @@ class OverlapReport:
         for c in self.collectives:
             beside = f"{c.num_matmuls} of {c.num_matmuls_in_computation}" + (" EXPOSED" if c.exposed else "")
             where = ("backward" if c.backward else "forward") + (" loop" if c.in_loop else "")
-            size = f"{c.nbytes / 2**20:.2f}"
-            table.add_row(c.kind, c.unit or "-", where, str(c.executed), size, str(c.num_arrays), beside)
+            mib = f"{c.nbytes / 2**20:.2f}"
+            table.add_row(c.kind, c.unit or "-", where, str(c.executed), mib, str(c.num_arrays), beside)
         return table
+
+    def __str__(self):
+        return plain(self.table())
+
+    def __repr__(self):
+        num, exposed, moved = len(self.collectives), len(self.exposed_in_loops), size(self.unit_moved_nbytes)
+        return f"OverlapReport({num} collectives, {exposed} exposed in loops, {moved} moved for units)"
 
 
 def overlap_report(compiled: Any) -> OverlapReport:
