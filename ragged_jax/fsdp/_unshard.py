@@ -125,8 +125,8 @@ def _gather_bwd(unit, sink_dtypes, _, grads):
             if slab.name in dtypes:
                 part = part.astype(dtypes[slab.name])
             else:
-                part = reduce_scatter(unit.precision.reduced(part), unit.mesh, unit.axis, 0, scale, slab.dtype)
-                part = lax.psum(part, replicas) if replicas else part
+                part = unit.precision.reduced(part)
+                part = reduce_scatter(part, unit.mesh, unit.axis, replicas, 0, scale, slab.dtype)
             leads = len(slab_specs[slab.name]) > part.ndim
             parts[slab.name] = part[None] if leads else part
         return parts
