@@ -1,6 +1,6 @@
 """`value_and_grad` and `apply`: a function of a sharded model and a batch, run on every device's share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal
 
@@ -79,7 +79,7 @@ def value_and_grad(
     @wraps(function)
     def wrapped(*args, **kwargs):
         indices, wrt = _argnums(argnums, len(args))
-        models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
+        models = _models(args, kwargs, dict(zip(indices, wrt, strict=True)), allow_int)
 
         def body(call: Call, params, state, batch, scale):
             num, whole = num_microbatches, num_microbatches > 1 and reduce == "once"
@@ -138,7 +138,7 @@ def apply(function: Callable) -> Callable:
 
     @wraps(function)
     def wrapped(*args, **kwargs):
-        models = _models(args, {}, allow_int=True)
+        models = _models(args, kwargs, {}, allow_int=True)
 
         def body(call: Call, params, state, batch, _):
             out, closed = call.run(function, jax.tree.map(_constant, params), state, batch)
@@ -168,15 +168,17 @@ def _argnums(argnums: Any, num_args: int) -> tuple[tuple[int, ...], tuple[Any, .
     return indices, tuple(getattr(a, "filter", None) for a in several)
 
 
-def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[int, Argument]:
+def _models(
+    args: Sequence[Any], kwargs: Mapping[str, Any], wrt: dict[int, Any], allow_int: bool
+) -> dict[int, Argument]:
     for index in wrt:
         if not 0 <= index < len(args):
             raise TypeError(f"argnums={index}, but the function was called with {len(args)} positional arguments")
-    models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate(args)}
+    models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate((*args, *kwargs.values()))}
     found = {i: model for i, model in models.items() if model is not None}
     sharded = {i: model.unit for i, model in found.items() if model.unit is not None}
     if not sharded and not wrt:
-        raise TypeError("no positional argument is a sharded model; see `fully_shard` and `shard_tree`")
+        raise TypeError("no argument is a sharded model; see `fully_shard` and `shard_tree`")
     if missing := [i for i in wrt if i not in sharded]:
         types = ", ".join(f"{i}: {type(args[i]).__name__}" for i in missing if i < len(args))
         raise TypeError(f"these arguments are not sharded models: {types}; see `fully_shard` and `shard_tree`")
