@@ -63,7 +63,8 @@ def _check(unit: Unit, shards: Arrays) -> None:
         raise ValueError(
             f"unit {unit.bucket.name or '(root)'!r} does not have the shards of one layer:"
             + listed(wrong)
-            + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
+            + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan. A "
+            "model is an argument of the function given to `value_and_grad` or `apply`, which cannot close over it."
         )
 
 
