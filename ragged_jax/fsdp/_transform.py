@@ -34,7 +34,8 @@ def value_and_grad(
     and random keys are the same everywhere, keys folded with the device's index so that dropout differs.
 
     Args:
-      function: returns the mean loss over the batch it is given, with `has_aux` also anything else.
+      function: returns the mean loss over the batch it is given, with `has_aux` also anything else. Several models,
+        and Flax objects such as `nnx.Rngs`, are arguments of their own, by position or by keyword.
       argnums: which arguments to differentiate, each a sharded model: an index, or several; for a Flax module
         also `nnx.DiffState`.
       has_aux: whether the function returns `(loss, aux)`; for what becomes of aux, see `apply`.
@@ -134,6 +135,7 @@ def apply(function: Callable) -> Callable:
       A function of the same arguments. Of its outputs, arrays that differ between devices are concatenated
       along dim 0, scalars averaged (integers and booleans as float32, which has all integers up to 2**24), and what
       is the same on all devices is returned as it is: the result of a `lax.pmean`, or of a `lax.psum` for counts.
+      What is computed from weights counts as different, since each device gathers them; see `replicated`.
     """
 
     @wraps(function)
