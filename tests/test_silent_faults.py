@@ -128,6 +128,24 @@ def test_complex_numbers_keep_their_imaginary_part():
     np.testing.assert_allclose(rj.full_params(grads)["w"], gradient["w"], rtol=1e-5)
 
 
+@pytest.mark.parametrize("deferred", [True, False])
+def test_no_two_arrays_of_a_model_share_memory(deferred):
+    """A donated array is written to: of two in the same memory one is lost, and on CPU the process."""
+    memory = np.zeros(64 + 12, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :][:12].view(np.float32)  # such memory jax takes as it is, on CPU
+
+    class Twins(nnx.Module):
+        def __init__(self):
+            kernel, zeros = jnp.ones((256, 128)) * 2, jnp.zeros(3)
+            self.first, self.second = nnx.Param(kernel), nnx.Param(kernel)
+            self.mean, self.same_mean, self.count = nnx.BatchStat(zeros), nnx.BatchStat(zeros), nnx.BatchStat(aligned)
+
+    model = rj.fully_shard(Twins if deferred else Twins(), make_mesh(2), axis="fsdp")
+    parts = [part.data for leaf in jax.tree.leaves(nnx.state(model)) for part in leaf.addressable_shards]
+    assert len(parts) == len({part.unsafe_buffer_pointer() for part in parts}) == 10
+    assert aligned.ctypes.data not in [part.unsafe_buffer_pointer() for part in parts]
+
+
 def test_a_plan_for_variables_of_another_type():
     class Other(nnx.Param):
         pass
