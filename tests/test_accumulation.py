@@ -172,9 +172,11 @@ def test_state_passes_through_the_microbatches_in_order(axis_name):
 
 
 def test_outputs_are_joined_as_those_of_devices_are():
-    def loss(model, x, key, table):
+    def loss(model, x, key, table, nothing):
+        assert nothing.shape == (4, 0)
         aux = {
             "x": x,
+            "empty": x[:, :0],
             "mean": x.mean(),
             "same": lax.pmean(x.sum(0), "fsdp"),
             "random": jax.random.uniform(key, (1,)),
@@ -185,9 +187,10 @@ def test_outputs_are_joined_as_those_of_devices_are():
         return loss_fn(model, x), aux
 
     model = shard(2)
-    args = (jax.random.key(0), rj.replicated(np.arange(5, dtype=np.float32)))
+    args = (jax.random.key(0), rj.replicated(np.arange(5, dtype=np.float32)), np.zeros((24, 0)))
     (_, aux), _ = rj.value_and_grad(loss, has_aux=True, num_microbatches=3)(model, X, *args)
     np.testing.assert_array_equal(aux["x"], X)
+    assert aux["empty"].shape == (24, 0)
     np.testing.assert_allclose(aux["mean"], X.mean(), rtol=1e-5)
     np.testing.assert_allclose(aux["same"], X.sum(0) / 6, rtol=1e-5)
     assert len(set(np.asarray(aux["random"]).tolist())) == 6

@@ -135,6 +135,9 @@ def test_a_stack_used_as_a_layer():
     layer = rj.unsharded(lambda w, x: x @ w["k"])
     with pytest.raises(ValueError, match="unit 'layers' does not have the shards of one layer"):
         rj.apply(lambda p, x: layer(p["layers"], x))(sharded, np.ones((4, 4), np.float32))
+    teacher = make_sharded(4)
+    with pytest.raises(ValueError, match="A model is an argument of the function given to"):
+        rj.apply(lambda p, x: teacher.blocks[0](x))(sharded, np.ones((4, 5, 48), np.float32))
 
 
 def test_a_packed_tensor_says_where_it_is():

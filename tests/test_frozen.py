@@ -137,6 +137,9 @@ def test_pytrees(kwargs):
     part, rest = rj.partition(tree, "*a")
     assert sorted(x.size for x in jax.tree.leaves(part)) == [3, 6, 6]
     assert jax.tree.structure(rj.combine(part, rest)) == jax.tree.structure(tree)
+    np.testing.assert_array_equal(rj.get(part, "*")["head_a"], PARAMS["head_a"])
+    with pytest.raises(KeyError, match=r"'head'; there are head_a"):
+        rj.get(part, "head")
     loss = lambda part, rest, x: tree_loss(rj.combine(part, rest), x, rj.unsharded)
     run = jax.jit(rj.value_and_grad(loss, **kwargs))
     value, grads = run(part, rest, X)

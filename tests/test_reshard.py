@@ -13,6 +13,7 @@ from models import make_mesh
 import ragged_jax as rj
 from ragged_jax.fsdp import drop_unsharded
 from ragged_jax.fsdp._rules import layer_names
+from ragged_jax.layout import Bucket, Layout
 
 X = np.ones((4, 6), np.float32)
 
@@ -194,6 +195,7 @@ LAYER, OTHER, STACK = ({"w": np.ones(shape, np.float32)} for shape in ((4, 4), (
 def test_layers_are_stacked_units_or_else_those_that_have_others_like_them(tree, names):
     units = ("embed", "stack", "layers/*", "head")
     assert layer_names(rj.plan(tree, 2, units=units, stacked="stack" if "stack" in tree else None).layout) == names
+    assert layer_names(Layout(2, (Bucket("", ()), Bucket("dropout", ())))) == set(), "what has no parameters is none"
 
 
 def test_beside_layers_with_replicas():

@@ -95,6 +95,57 @@ def test_float16_gradients_are_scaled_before_they_are_summed():
     np.testing.assert_allclose(rj.full_params(grads)["w"], 10000, rtol=1e-3)  # two neighbours in float16 are 8 apart
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 1), (1, 3)])
+def test_gradients_are_rounded_once_to_the_dtype_of_the_shards(shape, num_microbatches):
+    """The sum of float16 gradients in float32 is too large for float16, and a third is no number of bfloat16."""
+    mesh = jax.make_mesh(shape, ("replica", "fsdp"), devices=jax.devices()[:3])
+    params = {"half": np.zeros((), np.float16), "brain": jnp.zeros(64, jnp.bfloat16)}
+    precision = rj.MixedPrecision(reduce_dtype="float32")
+    tree = rj.shard_tree(params, mesh, axis=("replica", "fsdp"), precision=precision)
+
+    def loss(p, x):
+        return p["half"].astype(jnp.float32) * 30000 + (x * p["brain"].astype(jnp.float32)).mean(0).sum()
+
+    x = np.random.default_rng(3).normal(size=(6, 64)).astype(np.float32)
+    run = jax.jit(rj.value_and_grad(loss, num_microbatches=num_microbatches, accumulate_dtype="float32"))
+    grads = rj.full_params(run(tree, x)[1])
+    assert grads["half"] == 30000
+    each = x.reshape(3 * num_microbatches, -1, 64).mean(1).astype(jnp.bfloat16)  # what each device adds up
+    expected = each.astype(np.float32).mean(0)
+    np.testing.assert_array_equal(grads["brain"], expected.astype(jnp.bfloat16))
+
+
+def test_complex_numbers_keep_their_imaginary_part():
+    precision = rj.MixedPrecision("bfloat16", reduce_dtype="float32")
+    w = np.exp(1j * np.arange(12)).astype(np.complex64).reshape(4, 3)
+    tree = rj.shard_tree({"w": w}, make_mesh(4), axis="fsdp", precision=precision)
+    loss = lambda p, x: (jnp.abs(x @ p["w"]) ** 2).mean()
+    run = rj.value_and_grad(loss, num_microbatches=2, accumulate_dtype="float32")
+    value, grads = jax.jit(run)(tree, X)
+    expected, gradient = jax.value_and_grad(loss)({"w": w}, X)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(rj.full_params(grads)["w"], gradient["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_no_two_arrays_of_a_model_share_memory(deferred):
+    """A donated array is written to: of two in the same memory one is lost, and on CPU the process."""
+    memory = np.zeros(64 + 12, np.uint8)
+    aligned = memory[-memory.ctypes.data % 64 :][:12].view(np.float32)  # such memory jax takes as it is, on CPU
+
+    class Twins(nnx.Module):
+        def __init__(self):
+            kernel, zeros = jnp.ones((256, 128)) * 2, jnp.zeros(3)
+            self.first, self.second = nnx.Param(kernel), nnx.Param(kernel)
+            self.mean, self.same_mean, self.count = nnx.BatchStat(zeros), nnx.BatchStat(zeros), nnx.BatchStat(aligned)
+
+    model = rj.fully_shard(Twins if deferred else Twins(), make_mesh(2), axis="fsdp")
+    parts = [part.data for leaf in jax.tree.leaves(nnx.state(model)) for part in leaf.addressable_shards]
+    assert len(parts) == len({part.unsafe_buffer_pointer() for part in parts}) == 10
+    assert aligned.ctypes.data not in [part.unsafe_buffer_pointer() for part in parts]
+
+
 def test_a_plan_for_variables_of_another_type():
     class Other(nnx.Param):
         pass

@@ -68,6 +68,21 @@ def test_two_models():
     assert jax.tree.structure(to_student) == jax.tree.structure(to_teacher)
 
 
+def test_models_by_keyword_and_in_containers():
+    model, teacher, rngs = make(), make(), nnx.Rngs(1)
+
+    def draw(model, x, *, teacher, rngs):
+        return model(x) - 2 * teacher(x), jax.random.uniform(rngs(), (1,))
+
+    run = nnx.jit(rj.apply(draw))
+    (out, first), (_, second) = run(model, X, teacher=teacher, rngs=rngs), run(model, X, teacher=teacher, rngs=rngs)
+    np.testing.assert_allclose(out, -rj.apply(lambda m, x: m(x))(model, X), rtol=1e-4, atol=1e-5)
+    assert len({*first.tolist(), *second.tolist()}) == 8  # other numbers on each device and in each call
+    assert rngs.default.count[...] == 2
+    with pytest.raises(TypeError, match=r"\[2\]\['t'\]: FullySharded(?s:.)*keyword argument \['r'\]\[0\]: Rngs"):
+        rj.apply(lambda m, x, models, r: m(x))(model, X, {"t": teacher}, r=[rngs])
+
+
 def test_diff_state_differentiates_a_part():
     class Adapter(nnx.Param):
         pass
@@ -147,6 +162,8 @@ def test_random_keys_among_the_arguments_differ_between_devices():
     draw = lambda m, x, key: jax.random.uniform(key, (1, 8))
     rows = nnx.jit(rj.apply(draw))(make(), X, jax.random.key(0))
     assert len({tuple(row) for row in np.asarray(rows)}) == 4
+    with pytest.raises(TypeError, match=r"random keys that differ(?s:.)*: \['key'\]\. As arrays"):
+        rj.apply(lambda m, x, key: {"key": key})(make(), X, jax.random.key(0))
 
 
 def test_outputs_are_joined_by_what_they_are():

@@ -85,7 +85,8 @@ def _replicate_state(model: nnx.Module, wrt: Any, mesh: Mesh) -> None:
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         nnx.update(model, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), state))
     elif not any(check.is_traced(x) for x in leaves):
-        nnx.update(model, jax.device_put(state, everywhere))
+        # Copies: jax may leave arrays in the memory that they have, which another one has, too, and steps donate it.
+        nnx.update(model, jax.tree.map(lambda x: x.copy(), jax.device_put(state, everywhere)))
 
 
 @as_argument.register

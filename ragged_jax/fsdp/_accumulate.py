@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from ._argument import Argument
 from ._check import is_key
 from ._joined import marks, vary, varying
-from ._precision import FULL
+from ._precision import FULL, cast_floats
 from ._sink import WithSink, drain, make_sink
 from ._splits import on_slices, only, opened_spec, others
 from ._spmd import Call, flat_specs
@@ -53,7 +53,7 @@ class Variables:
         return jax.tree.unflatten(self.treedef, values)
 
     def zeros(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jnp.zeros_like(x, self.dtype) for x in values]
+        return [cast_floats(jnp.zeros_like(x), self.dtype) for x in values]
 
     def gradient(self, sums: Sequence[jax.Array]) -> Any:
         """The mean gradient over devices and microbatches, from its sum over the microbatches."""
@@ -99,7 +99,8 @@ def microbatches(
         queue = iter(parts)
         return [next(queue) if s else _fold_in(x, i) for x, s in zip(batch, call.is_split, strict=True)]
 
-    split = [x.reshape(num, -1, *x.shape[1:]) for x, is_split in zip(batch, call.is_split, strict=True) if is_split]
+    leaves = (x for x, is_split in zip(batch, call.is_split, strict=True) if is_split)
+    split = [x.reshape(num, x.shape[0] // num, *x.shape[1:]) for x in leaves]  # -1 of an empty array is ambiguous
 
     def body(carry, i_and_parts):
         carried, sums = carry
@@ -178,5 +179,5 @@ def _joined(x: jax.Array, is_one: bool) -> jax.Array:
     if is_key(x) or (is_one and not jnp.issubdtype(x.dtype, jnp.inexact)):
         return x[-1]
     if varying(x) and x.ndim > 1 and not is_one:
-        return x.reshape(-1, *x.shape[2:])
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
     return (x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)).mean(0)

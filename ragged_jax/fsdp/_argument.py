@@ -57,6 +57,11 @@ def as_argument(model: Any, wrt: Any = None) -> Argument | None:
     return None
 
 
+def is_model(x: Any) -> bool:
+    """Whether it would make an argument of its own."""
+    return as_argument.dispatch(type(x)) is not as_argument.dispatch(object)
+
+
 @as_argument.register
 def _(model: ShardedTree, wrt: Any = None) -> Argument:
     leaves, treedef = jax.tree.flatten(model)

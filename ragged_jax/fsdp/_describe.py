@@ -145,7 +145,7 @@ def _gathered(part: Part, slab: Slab) -> int:
     import jax.numpy as jnp
 
     dtype = part.unit.precision.param_dtype
-    cast = dtype is not None and jnp.issubdtype(slab.dtype, jnp.inexact)
+    cast = dtype is not None and jnp.issubdtype(slab.dtype, jnp.floating)
     itemsize = jnp.dtype(dtype if cast else slab.dtype).itemsize
     return part.unit.num_shards * part.unit.share * slab.shard_numel * itemsize
 

@@ -52,7 +52,7 @@ def create(
         slabs = {
             unit.bucket.name: {
                 slab.name: _relabelled(
-                    machine.pack(unit, slab, [tensors.pop(p.tensor.name) for p in slab.placements]),
+                    machine.own(machine.pack(unit, slab, [tensors.pop(p.tensor.name) for p in slab.placements])),
                     unit.sharding(slab),
                 )
                 for slab in unit.bucket.slabs
@@ -60,7 +60,7 @@ def create(
             for unit in units
         }
         everywhere = NamedSharding(units[0].mesh, PartitionSpec())
-        return slabs, jax.tree.map(lambda x: _relabelled(machine.gathered(x), everywhere), rest)
+        return slabs, jax.tree.map(lambda x: _relabelled(machine.gathered(x).copy(), everywhere), rest)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Machine:
         self.mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         self.axis, self.num_shards = units[0].axis, units[0].num_shards
         self.stacks = {unit.bucket.stack for unit in units} - {None}
-        self.watch, self.programs = watch, {}
+        self.watch, self.programs, self.owned = watch, {}, {}
 
     def evaluate(self, function: Callable[[], Any]) -> Any:
         """What the function returns, with a `_Spread` for each array."""
@@ -140,6 +140,12 @@ class _Machine:
         compiled = jitted.lower(*(x.array for x in parts)).compile()
         self.watch(compiled)
         return compiled(*(x.array for x in parts))
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """An array in memory of its own, although it may be the value of several tensors: steps donate each."""
+        x = x.copy() if id(x) in self.owned else x
+        self.owned[id(x)] = x
+        return x
 
     def gathered(self, x: _Spread) -> jax.Array:
         """The whole array on every device."""

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from ._check import is_key
+
 
 def varying(x: Any) -> frozenset[str]:
     """The manual mesh axes over which a traced value may differ."""
@@ -79,6 +81,11 @@ class Joined:
             raise TypeError(
                 "after the call these state leaves differ between devices and, not being floats, have no mean: "
                 f"{', '.join(bad)}. Reduce them over {self.axes} inside the function."
+            )
+        if bad := [name for name, x in arrays if is_key(x) and varying(x) and not x.ndim]:
+            raise TypeError(
+                f"these outputs are random keys that differ between devices, of which there is no mean: "
+                f"{', '.join(bad)}. As arrays, `key[None]`, they are concatenated."
             )
         parts: dict[str, list] = {"whole": [], "split": []}
         self._plan = []

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from ._precision import widened
+
 
 def unscaled(grads: Any, scale: ArrayLike | None) -> Any:
     """Gradients of the loss itself, from those of the loss times `scale`; divided in float32 or wider."""
 
     def divide(g: jax.Array) -> jax.Array:
-        wide = g.astype(jnp.promote_types(g.dtype, jnp.float32))
+        wide = widened(g)
         return (wide / jnp.asarray(scale, wide.dtype)).astype(g.dtype)
 
     return grads if scale is None else jax.tree.map(divide, grads)

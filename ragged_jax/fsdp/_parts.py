@@ -50,7 +50,8 @@ def names_in(parts: list[Part]) -> dict[str, tuple[Part, str]]:
     """Every name that a tensor goes by, with the part that holds it and its name there."""
     names = {}
     for part in parts:
-        for tensor in part.unit.bucket.tensors:
+        held = (slab for slab in part.unit.bucket.slabs if part.slabs[slab.name] is not None)  # see `partition`
+        for tensor in (p.tensor for slab in held for p in slab.placements):
             names |= dict.fromkeys((tensor.name, *part.aliases.get(tensor.name, ())), (part, tensor.name))
     return names
 

@@ -17,8 +17,8 @@ class MixedPrecision:
     """Full-precision shards, low-precision work: what PyTorch's FSDP calls a mixed precision policy.
 
     The shards, the gradients that the optimizer sees and its state keep the dtype of the parameters. Weights are
-    cast *before* they are gathered, which halves the traffic, and gradients before they are reduced. Integers are
-    never cast.
+    cast *before* they are gathered, which halves the traffic, and gradients before they are reduced. Only real floats
+    are cast: a complex number would lose its imaginary part.
 
     Reference: `MixedPrecisionPolicy` of FSDP2, Zhao et al., arXiv:2304.11277.
 
@@ -62,21 +62,20 @@ class MixedPrecision:
             raise ValueError(f"gather_block must be at least 1, got {self.gather_block}")
 
     def gathered(self, shard: jax.Array) -> jax.Array:
-        return shard if self.param_dtype is None else shard.astype(self.param_dtype)
+        return cast_floats(shard, self.param_dtype)
 
     def reduced(self, grad: jax.Array) -> jax.Array:
-        return grad if self.reduce_dtype is None else grad.astype(self.reduce_dtype)
+        return cast_floats(grad, self.reduce_dtype)
 
     def summed(self, grad: jax.Array) -> jax.Array:
         """A sum of gradients that is about to be reduced, whatever dtype it was added up in."""
-        dtype = self.reduce_dtype or self.param_dtype
-        return grad if dtype is None else grad.astype(dtype)
+        return cast_floats(grad, self.reduce_dtype or self.param_dtype)
 
     def inputs(self, tree: Any) -> Any:
-        return _cast(tree, self.param_dtype) if self.cast_inputs else tree
+        return cast_floats(tree, self.param_dtype) if self.cast_inputs else tree
 
     def outputs(self, tree: Any) -> Any:
-        return _cast(tree, self.output_dtype)
+        return cast_floats(tree, self.output_dtype)
 
 
 FULL = MixedPrecision()
@@ -94,8 +93,15 @@ def precision_for(name: str, rule: PrecisionRule) -> MixedPrecision:
     return next((precision for pattern, precision in rule.items() if fnmatchcase(name, pattern)), FULL)
 
 
-def _cast(tree: Any, dtype: DTypeLike | None) -> Any:
+def cast_floats(tree: Any, dtype: DTypeLike | None) -> Any:
+    """A tree with its real floats in another dtype; None leaves them."""
+
     def cast(x: Any) -> Any:
         return x.astype(dtype) if is_array(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
     return tree if dtype is None else jax.tree.map(cast, tree)
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """An array to calculate with: of less than 32 bits, in float32."""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

@@ -74,6 +74,6 @@ def layer_names(layout: Layout) -> set[str]:
     """The buckets that are a model's layers: those stacked for a scan, or else those that have others like them."""
     if stacked := {bucket.name for bucket in layout.buckets if bucket.stack is not None}:
         return stacked
-    kinds = {b.name: tuple((t.full_shape, t.dtype) for t in b.tensors) for b in layout.buckets}
+    kinds = {b.name: tuple((t.full_shape, t.dtype) for t in b.tensors) for b in layout.buckets if b.tensors}
     count = Counter(kinds.values())
     return {name for name, kind in kinds.items() if count[kind] > 1}

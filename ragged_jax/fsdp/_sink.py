@@ -5,6 +5,7 @@ was gathered. So a slab's shard gets a companion: a *sink*, zeros in the shape o
 only the shard, and in backward it gives the gradient of the whole slab, packed and not reduced, to the sink.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import DTypeLike
 
 from ._joined import vary
-from ._precision import MixedPrecision
+from ._precision import MixedPrecision, cast_floats, widened
 from ._torus import psum_scatter
 
 
@@ -50,7 +51,7 @@ def make_sink(shard: jax.Array, spec: PartitionSpec, axes: tuple[str, ...], dtyp
     shape = list(shard.shape)
     if (dim := _sharded_dim(spec, axes[-1])) is not None:
         shape[dim] *= lax.axis_size(axes[-1])
-    return vary(jnp.zeros(shape, dtype or shard.dtype), axes)
+    return vary(cast_floats(jnp.zeros(shape, shard.dtype), dtype), axes)
 
 
 def drain(
@@ -74,27 +75,35 @@ def drain(
     axis, replicas = axes[-1], axes[:-1]
     scale = 1 / (lax.axis_size(axes) * num)
     if (dim := _sharded_dim(spec, axis)) is None:
-        return lax.psum(sum_ * jnp.asarray(scale, sum_.dtype), axes).astype(shard.dtype)
-    part = reduce_scatter(precision.summed(sum_), mesh, axis, dim, scale, shard.dtype)
-    return lax.psum(part, replicas) if replicas else part
+        return lax.psum(_scaled(sum_, scale, sum_.dtype), axes).astype(shard.dtype)
+    return reduce_scatter(precision.summed(sum_), mesh, axis, replicas, dim, scale, shard.dtype)
 
 
 def reduce_scatter(
-    whole: jax.Array, mesh: Mesh | None, axis: str, dim: int, scale: float, dtype: DTypeLike
+    whole: jax.Array, mesh: Mesh | None, axis: str, replicas: Sequence[str], dim: int, scale: float, dtype: DTypeLike
 ) -> jax.Array:
-    """The sum of `whole` over the devices of an axis, times `scale`, in `dtype`; of it this device's part."""
+    """The sum of `whole` over an axis and its replicas, times `scale`, in `dtype`; of it this device's part.
+
+    Only the result is rounded to `dtype`: the sum may be too large for it, and a third is no number of bfloat16.
+    """
     if not whole.size:  # XLA scatters no empty arrays. Every device skips the same ones.
         shape = list(whole.shape)
         shape[dim] //= lax.axis_size(axis)
         return whole.reshape(shape).astype(dtype)
     # A sum over many devices overflows float16, so there the mean is taken first.
     before, after = (scale, 1) if whole.dtype == jnp.float16 else (1, scale)
-    part = psum_scatter(_scaled(whole, before), mesh, axis, dim)
-    return _scaled(part.astype(dtype), after)
+    part = psum_scatter(_scaled(whole, before, whole.dtype), mesh, axis, dim)
+    if replicas:
+        wide = max(whole.dtype, jnp.dtype(dtype), key=lambda d: d.itemsize)
+        part = lax.psum(part.astype(wide), replicas)
+    return _scaled(part, after, dtype)
 
 
-def _scaled(x: jax.Array, scale: float) -> jax.Array:
-    return x if scale == 1 else x * jnp.asarray(scale, x.dtype)
+def _scaled(x: jax.Array, scale: float, dtype: DTypeLike) -> jax.Array:
+    if scale != 1:
+        x = widened(x)
+        x = x * jnp.asarray(scale, x.dtype)
+    return x.astype(dtype)
 
 
 def _sharded_dim(spec: PartitionSpec, axis: str) -> int | None:

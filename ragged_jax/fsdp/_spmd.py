@@ -11,9 +11,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import keystr, tree_flatten_with_path
 
-from ..layout import named
+from ..layout import listed, named
 from . import _check as check
-from ._argument import Argument
+from ._argument import Argument, is_model
 from ._joined import Joined, paths, replicated, vary
 from ._memory import to_memory
 from ._splits import auto, closed, only, opened, opened_spec, others
@@ -35,7 +35,7 @@ class Call:
     """A call of a function of sharded models and of a batch.
 
     Args:
-      models: by position, the arguments that are sharded models.
+      models: by position, the arguments that are sharded models; those by keyword come after the others.
       args, kwargs: all arguments as the user gave them.
       num_microbatches: into how many parts each device's share of the batch is split.
     """
@@ -51,11 +51,18 @@ class Call:
         unit = next(model.unit for model in models.values() if model.unit is not None)
         self.mesh, self.axes = unit.mesh, unit.axes
         self.num_devices = math.prod(self.mesh.shape[a] for a in self.axes)
-        rest = ([None if i in models else arg for i, arg in enumerate(args)], dict(kwargs))
-        flat, self._treedef = tree_flatten_with_path(rest, is_leaf=lambda x: isinstance(x, replicated))
+        self._num_args, self._keywords = len(args), tuple(kwargs)
+        rest = [None if i in models else arg for i, arg in enumerate((*args, *kwargs.values()))]
+        flat, self._treedef = tree_flatten_with_path(rest, is_leaf=lambda x: isinstance(x, replicated) or is_model(x))
         self._leaves = [leaf for _, leaf in flat]
+        if inner := [f"{self._name(path)}: {type(leaf).__name__}" for path, leaf in flat if is_model(leaf)]:
+            raise TypeError(
+                "these models and Flax objects lie in containers, where their arrays would pass for a batch:"
+                + listed(inner)
+                + "\nGive each as an argument of its own."
+            )
         self._specs = [_leaf_spec(leaf, self.axes) for leaf in self._leaves]
-        split = [(_argument_name(path), leaf) for path, leaf in flat if _is_split(leaf)]
+        split = [(self._name(path), leaf) for path, leaf in flat if _is_split(leaf)]
         check.batch_divides(split, self.num_devices, self.axes, num_microbatches)
         self._maybe_keys = [name for name, leaf in split if check.may_be_key(leaf)]
         self.is_split = [_is_split(leaf) for leaf, spec in self._pairs() if spec is not None]
@@ -64,13 +71,15 @@ class Call:
         """Inside `shard_map`: the function's output, and the state that it left in the models."""
         dynamic = iter(batch)
         leaves = [leaf if spec is None else self._local(next(dynamic)) for leaf, spec in self._pairs()]
-        args, kwargs = jax.tree.unflatten(self._treedef, leaves)
+        rest = jax.tree.unflatten(self._treedef, leaves)
         opened = {i: model.open(params[i], state[i], self.axes) for i, model in self.models.items()}
+        given = [opened.get(i, arg) for i, arg in enumerate(rest)]
+        args, named_args = given[: self._num_args], given[self._num_args :]
         with ExitStack() as stack:
             for context in around_calls:
                 stack.enter_context(context())
             try:
-                out = function(*(opened.get(i, arg) for i, arg in enumerate(args)), **kwargs)
+                out = function(*args, **dict(zip(self._keywords, named_args, strict=True)))
             except Exception as error:
                 if isinstance(error, TypeError) and "manual axis types do not match" in str(error):
                     raise TypeError(f"{error}\n\n{_CARRY}") from error
@@ -78,6 +87,13 @@ class Call:
                     error.add_note(f"{named(self._maybe_keys)} was split, as a batch is. {check.KEYS}")
                 raise
         return out, {i: model.close(opened[i]) for i, model in self.models.items()}
+
+    def _name(self, path: tuple) -> str:
+        """Of a leaf of the arguments, as users know it."""
+        (first, *rest) = path
+        if first.idx < self._num_args:
+            return f"argument {keystr(path)}"
+        return f"keyword argument [{self._keywords[first.idx - self._num_args]!r}]{keystr(tuple(rest))}"
 
     def _pairs(self):
         return zip(self._leaves, self._specs, strict=True)
@@ -215,12 +231,6 @@ def _leaf_spec(leaf: Any, axes: tuple[str, ...]) -> PartitionSpec | None:
     if _is_split(leaf):
         return PartitionSpec(axes)
     return PartitionSpec() if isinstance(leaf, replicated) or hasattr(leaf, "dtype") else None
-
-
-def _argument_name(path: tuple) -> str:
-    (_, group), *rest = enumerate(path)
-    name = keystr(tuple(key for _, key in rest))
-    return f"argument {name}" if getattr(group, "idx", 0) == 0 else f"keyword argument {name}"
 
 
 def _is_spec(x: Any) -> bool:

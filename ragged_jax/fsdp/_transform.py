@@ -1,6 +1,6 @@
 """`value_and_grad` and `apply`: a function of a sharded model and a batch, run on every device's share."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Literal
 
@@ -34,7 +34,8 @@ def value_and_grad(
     and random keys are the same everywhere, keys folded with the device's index so that dropout differs.
 
     Args:
-      function: returns the mean loss over the batch it is given, with `has_aux` also anything else.
+      function: returns the mean loss over the batch it is given, with `has_aux` also anything else. Several models,
+        and Flax objects such as `nnx.Rngs`, are arguments of their own, by position or by keyword.
       argnums: which arguments to differentiate, each a sharded model: an index, or several; for a Flax module
         also `nnx.DiffState`.
       has_aux: whether the function returns `(loss, aux)`; for what becomes of aux, see `apply`.
@@ -79,7 +80,7 @@ def value_and_grad(
     @wraps(function)
     def wrapped(*args, **kwargs):
         indices, wrt = _argnums(argnums, len(args))
-        models = _models(args, dict(zip(indices, wrt, strict=True)), allow_int)
+        models = _models(args, kwargs, dict(zip(indices, wrt, strict=True)), allow_int)
 
         def body(call: Call, params, state, batch, scale):
             num, whole = num_microbatches, num_microbatches > 1 and reduce == "once"
@@ -134,11 +135,12 @@ def apply(function: Callable) -> Callable:
       A function of the same arguments. Of its outputs, arrays that differ between devices are concatenated
       along dim 0, scalars averaged (integers and booleans as float32, which has all integers up to 2**24), and what
       is the same on all devices is returned as it is: the result of a `lax.pmean`, or of a `lax.psum` for counts.
+      What is computed from weights counts as different, since each device gathers them; see `replicated`.
     """
 
     @wraps(function)
     def wrapped(*args, **kwargs):
-        models = _models(args, {}, allow_int=True)
+        models = _models(args, kwargs, {}, allow_int=True)
 
         def body(call: Call, params, state, batch, _):
             out, closed = call.run(function, jax.tree.map(_constant, params), state, batch)
@@ -168,15 +170,17 @@ def _argnums(argnums: Any, num_args: int) -> tuple[tuple[int, ...], tuple[Any, .
     return indices, tuple(getattr(a, "filter", None) for a in several)
 
 
-def _models(args: Sequence[Any], wrt: dict[int, Any], allow_int: bool) -> dict[int, Argument]:
+def _models(
+    args: Sequence[Any], kwargs: Mapping[str, Any], wrt: dict[int, Any], allow_int: bool
+) -> dict[int, Argument]:
     for index in wrt:
         if not 0 <= index < len(args):
             raise TypeError(f"argnums={index}, but the function was called with {len(args)} positional arguments")
-    models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate(args)}
+    models = {i: as_argument(arg, wrt.get(i)) for i, arg in enumerate((*args, *kwargs.values()))}
     found = {i: model for i, model in models.items() if model is not None}
     sharded = {i: model.unit for i, model in found.items() if model.unit is not None}
     if not sharded and not wrt:
-        raise TypeError("no positional argument is a sharded model; see `fully_shard` and `shard_tree`")
+        raise TypeError("no argument is a sharded model; see `fully_shard` and `shard_tree`")
     if missing := [i for i in wrt if i not in sharded]:
         types = ", ".join(f"{i}: {type(args[i]).__name__}" for i in missing if i < len(args))
         raise TypeError(f"these arguments are not sharded models: {types}; see `fully_shard` and `shard_tree`")

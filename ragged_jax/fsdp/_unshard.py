@@ -63,7 +63,8 @@ def _check(unit: Unit, shards: Arrays) -> None:
         raise ValueError(
             f"unit {unit.bucket.name or '(root)'!r} does not have the shards of one layer:"
             + listed(wrong)
-            + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan."
+            + "\nLayers stacked for a scan need `stacked=` when they are sharded, and are used inside the scan. A "
+            "model is an argument of the function given to `value_and_grad` or `apply`, which cannot close over it."
         )
 
 
@@ -125,8 +126,8 @@ def _gather_bwd(unit, sink_dtypes, _, grads):
             if slab.name in dtypes:
                 part = part.astype(dtypes[slab.name])
             else:
-                part = reduce_scatter(unit.precision.reduced(part), unit.mesh, unit.axis, 0, scale, slab.dtype)
-                part = lax.psum(part, replicas) if replicas else part
+                part = unit.precision.reduced(part)
+                part = reduce_scatter(part, unit.mesh, unit.axis, replicas, 0, scale, slab.dtype)
             leads = len(slab_specs[slab.name]) > part.ndim
             parts[slab.name] = part[None] if leads else part
         return parts
