@@ -151,6 +151,7 @@ def test_a_malformed_file_gives_every_fault_by_path():
         ("", "not a layout file"),
         ("[1]", "must be an object"),
         ("[" * 100_000, "not a layout file"),
+        ('{"format": "ragged-layout", "version": 1, "x": ' + "[" * 800 + "]" * 800 + "}", "nested too deeply"),
         ('{"format": "safetensors"}', "must be an object with"),
         ('{"format": "ragged-layout", "version": 3}', "version 3, this release reads up to 2: upgrade"),
         ('{"format": "ragged-layout", "version": "1"}', "not a known version"),
