@@ -1,7 +1,6 @@
 """`CheckpointDirectory`: the checkpoints of a training run, and how a new one comes into being."""
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -14,12 +13,12 @@ from typing import Any
 from .._warned import warn
 from ..layout import Layout
 from ._checkpoint import Checkpoint
-from ._manifest import CheckpointError, Manifest, TensorEntry
+from ._manifest import CheckpointError, Manifest, TensorEntry, as_metadata
 from ._saving import Saving
 from ._temporary import TEMPORARY, clean, discard
 from ._write import Part
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")  # as `folder` writes them
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ class CheckpointDirectory:
             raise ValueError("several ranks save together by the same `run`, for example one that rank 0 broadcasts")
         saving = Saving(self.path, step, rank, num_ranks, run or secrets.token_hex(8), timeout)
         with saving.together():
-            json_only = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-            declared = Manifest(step, num_ranks, (), dict(tensors), metadata=json_only)
+            declared = Manifest(step, num_ranks, (), dict(tensors), metadata=as_metadata(metadata))
             saving.run(self.folder(step), declared, parts, layouts or {}, begin=partial(self._begin, step))
         if rank == 0 and keep is not None:
             self._remove(self.steps()[:-keep])

@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: what it holds and where. `docs/design/checkpoints.md` describes the format."""
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -219,7 +220,7 @@ def _cover_fault(tensor: TensorEntry) -> str:
         return ""
     if any(len(region) == 1 for region in regions):
         return "its pieces are ranges and boxes; they must all be of one kind"
-    boxes = np.array(regions, np.int64)
+    boxes = np.array(regions, np.int64).reshape(len(regions), -1, 2)  # a scalar is a box without dims
     for at, box in enumerate(boxes):
         meets = (boxes[at + 1 :, :, 0] < box[:, 1]) & (boxes[at + 1 :, :, 1] > box[:, 0])
         if meets.all(1).any():
@@ -263,6 +264,19 @@ def check_names(names: Iterable[str]) -> None:
     """Raises ValueError for tensor names that a file could not hold."""
     if bad := [n for n in names if not n or _SURROGATE.search(n) or n == "__metadata__" or n.startswith(FILLER)]:
         raise ValueError(f"no tensor can be called {named(map(ascii, bad))}: the files use it, or it is no text")
+
+
+def as_metadata(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A user's metadata as they are now, whatever becomes of the mapping, and as they will be read.
+
+    Raises:
+      TypeError, ValueError: they are not JSON, or such that no reader takes: a text without UTF-8, deep nesting.
+    """
+    made = json.loads(json.dumps(dict(values or {}), allow_nan=False))
+    try:
+        return Manifest.from_bytes(Manifest(0, 1, (), {}, metadata=made).to_bytes()).metadata
+    except ValueError as error:
+        raise ValueError(f"these metadata could not be read again: {error}") from None
 
 
 def _digest(body: bytes) -> str:

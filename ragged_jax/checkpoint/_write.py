@@ -148,7 +148,7 @@ def _entries(tensors: Mapping[str, TensorEntry], parts: Sequence[_Joined]) -> li
 def _file_names(groups: Iterable[str], rank: int) -> dict[str, str]:
     names: dict[str, str] = {}
     for group in groups:
-        stem = re.sub(r"[^A-Za-z0-9_-]+", ".", group).strip(".")[:120] or "root"
+        stem = re.sub(r"[^A-Za-z0-9_-]+", ".", group).strip(".-")[:120] or "root"
         taken, number = stem, 2
         while f"{taken}.{rank:05d}.safetensors" in names.values():
             taken, number = f"{stem}-{number}", number + 1
