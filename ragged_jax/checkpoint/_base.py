@@ -18,7 +18,7 @@ from ._directory import CheckpointDirectory
 from ._manifest import CheckpointError, TensorEntry, as_metadata
 from ._saving import Saving
 from ._sources import left_out
-from ._write import Part
+from ._write import Part, check_tensors
 
 _NOTHING, _FAILED = -1, -2  # in place of a step
 
@@ -74,7 +74,7 @@ class BaseCheckpointer(ABC):
           metadata: anything that JSON holds, such as the position in the data. Of several ranks, the first's.
 
         Raises:
-          TypeError: what a checkpoint cannot hold, all of it named; or metadata that are not JSON.
+          TypeError, ValueError: what a checkpoint cannot hold, all of it named; or metadata that are not JSON.
           OSError, ValueError: what went wrong when the save before this one was written in the background.
           CheckpointError: one of several ranks failed; the same on all. In the background, the others hear of it by
             their next call.
@@ -85,6 +85,7 @@ class BaseCheckpointer(ABC):
             self.wait()
             step, metadata = int(step), as_metadata(metadata)
             tensors, parts, layouts = self._contents(state)
+            check_tensors(tensors)  # here, and not when a thread writes them
         options: dict[str, Any] = {"layouts": layouts, "metadata": None if rank else metadata, "keep": self._keep}
         options |= {"rank": rank, "num_ranks": num_ranks, "run": run, "timeout": self._timeout}
 
