@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layout import Document, Placement, TensorSpec, itemsize, listed, named, tile
+from ..layout import STRICT, Document, Placement, TensorSpec, itemsize, listed, named, tile
 from ._safetensors import CHUNK_NBYTES, FILLER
 
-_STRICT = {"extra": "forbid", "strict": True}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8
 _SEAL = re.compile(rb',"blake2b":"([0-9a-f]{32})"}\n\Z')
@@ -42,7 +41,7 @@ class FileEntry:
       crc32: of each chunk of it, in turn.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     name: str
     nbytes: int
@@ -75,7 +74,7 @@ class TensorEntry:
       attributes: what else its reader must know, such as the block size of quantised codes.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     dtype: str
     shape: tuple[int, ...]
@@ -130,7 +129,7 @@ class Manifest:
       chunk_nbytes: the files' checksums are of chunks of this size.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     step: int
     num_ranks: int
