@@ -54,6 +54,7 @@ def test_killed_at_any_moment(tmp_path):
     ("call", "number"),
     [("writev", errno.ENOSPC), ("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)],
 )
+@pytest.mark.filterwarnings("ignore:step . is one more than to keep:UserWarning")
 def test_a_failing_disk_leaves_nothing_half_made(tmp_path, monkeypatch, call, number):
     """The first such call fails, then the second, and so on until a save makes no more of them."""
     folder = CheckpointDirectory(tmp_path)
@@ -254,6 +255,24 @@ def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [
         ".step_00000001.alive.lock", ".step_00000001.alive.tmp", "step_00000002",
     ]  # fmt: skip
+
+
+def test_an_old_checkpoint_that_may_not_be_removed_fails_no_save(tmp_path, monkeypatch):
+    folder, real = CheckpointDirectory(tmp_path), os.rename
+    save(folder, 1)
+
+    def failing(source, target):
+        if Path(source) == folder.folder(1):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.warns(UserWarning, match=r"step 1 is one more than to keep, and stays: .*not permitted"):
+        folder.save(2, {"w": TensorEntry("float32", (0,))}, [], keep=1)
+    assert folder.steps() == [1, 2]
+    monkeypatch.undo()
+    folder.save(3, {"w": TensorEntry("float32", (0,))}, [], keep=1)
+    assert folder.steps() == [3]
 
 
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):

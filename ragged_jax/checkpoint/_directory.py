@@ -1,6 +1,5 @@
 """`CheckpointDirectory`: the checkpoints of a training run, and how a new one comes into being."""
 
-import contextlib
 import os
 import re
 import secrets
@@ -107,7 +106,7 @@ class CheckpointDirectory:
           metadata: anything that JSON holds.
           rank, num_ranks: of the writers.
           run: what tells this save from every other, the same on all ranks; needed when there are several.
-          keep: how many checkpoints to leave; older ones are removed. None: all.
+          keep: how many checkpoints to leave; older ones are removed, or else a warning says why not. None: all.
           timeout: seconds to wait for other ranks.
 
         Returns:
@@ -143,6 +142,10 @@ class CheckpointDirectory:
     def _remove(self, steps: Iterable[int]) -> None:
         for step in steps:
             doomed = self.path / f"{TEMPORARY}.{secrets.token_hex(8)}.old"
-            with contextlib.suppress(FileNotFoundError):  # another job was faster
+            try:
                 self.folder(step).rename(doomed)
+            except FileNotFoundError:  # another job was faster
+                continue
+            except OSError as error:  # the new one is saved all the same
+                warn(f"step {step} is one more than to keep, and stays: {error}")
             discard(doomed)
