@@ -50,7 +50,7 @@ def convert(
     directory = CheckpointDirectory(source)
     is_checkpoint = (source / "manifest.json").exists()
     write: Write
-    if is_checkpoint or directory.steps():
+    if is_checkpoint or (source.is_dir() and directory.steps()):
         base = Checkpoint(source) if is_checkpoint else directory.open(step)
         below = prefix if prefix is not None else _MODEL if any(n.startswith(f"{_MODEL}/") for n in base) else ""
         result, what = Renamed(base, known, only=below), "Hugging Face directory"
@@ -90,19 +90,19 @@ def _report(result: Checkpoint, write: Write, what: str, dtype: str | None, dry_
 
     dtypes = {name: converted(entry.dtype, dtype) for name, entry in result.tensors.items()}
     sizes = {name: entry.numel * itemsize(dtypes[name]) for name, entry in result.tensors.items()}
-    console, total = Console(highlight=False, quiet=as_json), sum(sizes.values())
+    console, total = Console(highlight=False, markup=False, quiet=as_json), sum(sizes.values())
     rows = [(name, f"{dtypes[name]}{list(entry.shape)}") for name, entry in result.tensors.items()]
     wide, wider = (max(map(len, column)) for column in zip(*rows, strict=True)) if rows else (0, 0)
     for name, kind in rows if dry_run else ():
         line = f"{name:{wide}}  {kind:{wider}}  {decimal(sizes[name]):>11}"
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
     if not dry_run:
         columns = BarColumn(), DownloadColumn(), TransferSpeedColumn()
         with Progress(*columns, console=console) as bar:
             task = bar.add_task("", total=total)
             write(lambda nbytes: bar.advance(task, nbytes))
     done = "would be written to" if dry_run else "written to"
-    console.print(f"{len(sizes)} tensors, {decimal(total)}, {done} {what}", markup=False, soft_wrap=True)
+    console.print(f"{len(sizes)} tensors, {decimal(total)}, {done} {what}", soft_wrap=True)
     if as_json:
         tensors = {
             name: {"dtype": dtypes[name], "shape": entry.shape, "nbytes": sizes[name]}

@@ -19,11 +19,10 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 
-from .layout import SAFETENSORS_DTYPES, Block, BlockRule, TensorSpec, block_for, listed
+from .checkpoint import CheckpointError
+from .checkpoint._headers import read_header
+from .layout import Block, BlockRule, TensorSpec, block_for, distinct_keys, listed
 from .planner import Group
-
-_MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
-_SAFETENSORS_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
 
 
 class ShapesError(ValueError):
@@ -72,14 +71,19 @@ def read_shapes(path: str | Path, block: BlockRule) -> list[Group]:
     try:
         if path.suffix == ".safetensors":
             return _by_layer(_safetensors_header(path), block)
-        document = json.loads(path.read_bytes())
+        document = _read_json(path)
+        if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
+            return _by_layer(_safetensors_index(path, document["weight_map"]), block)
     except OSError as error:
         raise ShapesError(f"{path}: {error.strerror or error}") from None
+    return groups_from(document, block, source=str(path))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes(), object_pairs_hook=distinct_keys)
     except (ValueError, RecursionError) as error:
         raise ShapesError(f"{path}: not JSON: {error}") from None
-    if isinstance(document, dict) and isinstance(document.get("weight_map"), dict):
-        return _by_layer(_safetensors_index(path, document["weight_map"]), block)
-    return groups_from(document, block, source=str(path))
 
 
 def groups_from(document: Any, block: BlockRule, *, source: str = "shapes") -> list[Group]:
@@ -199,18 +203,10 @@ def _abstract_leaves(made: Any, inputs: tuple[Any, ...]) -> list[tuple[str, Any]
 
 def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of a safetensors file; the weights are not read."""
-    with path.open("rb") as file:
-        num_bytes = int.from_bytes(file.read(8), "little")
-        if num_bytes > min(_MAX_HEADER_NBYTES, path.stat().st_size):
-            raise ShapesError(f"{path}: not a safetensors file: it claims a header of {num_bytes} bytes")
-        try:
-            header = json.loads(file.read(num_bytes))
-            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-            return {
-                name: (tuple(entry["shape"]), _SAFETENSORS_DTYPES[entry["dtype"]]) for name, entry in entries.items()
-            }
-        except (ValueError, AttributeError, TypeError, KeyError, RecursionError) as error:
-            raise ShapesError(f"{path}: not a safetensors header: {error!r}") from None
+    try:
+        return {name: (entry.shape, entry.dtype) for name, entry in read_header(path).entries.items()}
+    except CheckpointError as error:
+        raise ShapesError(str(error)) from None
 
 
 def _safetensors_index(path: Path, weight_map: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -228,7 +224,7 @@ def _by_layer(tensors: Mapping[str, tuple[tuple[int, ...], str]], block: BlockRu
     try:
         for name, (shape, dtype) in tensors.items():
             parts = name.replace("/", ".").split(".")
-            number = next((i for i, part in enumerate(parts[:-1]) if part.isdigit()), min(1, len(parts) - 1))
+            number = next((i for i, part in enumerate(parts[:-1]) if part.isdecimal()), min(1, len(parts) - 1))
             groups[".".join(parts[: number + 1])].append(with_block(TensorSpec(name, shape, dtype), block))
     except ValueError as error:
         raise ShapesError(str(error)) from None
@@ -237,7 +233,7 @@ def _by_layer(tensors: Mapping[str, tuple[tuple[int, ...], str]], block: BlockRu
 
 def _natural(pair: tuple[str, Any]) -> list[tuple[int, int, str]]:
     """Sorts `layers.10` behind `layers.9`."""
-    return [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in pair[0].split(".")]
+    return [(1, int(p), "") if p.isdecimal() else (0, 0, p) for p in pair[0].split(".")]
 
 
 def num_params(groups: Iterable[Group]) -> int:

@@ -64,7 +64,7 @@ def _print(checkpoint: Checkpoint, steps: list[int]) -> None:
     from rich.filesize import decimal
     from rich.table import Column, Table
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 118)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 118)
     manifest = checkpoint.manifest
     total = sum(file.nbytes for file in manifest.files)
     if steps:
@@ -90,7 +90,7 @@ def _print(checkpoint: Checkpoint, steps: list[int]) -> None:
         )
     console.print(table)
     if manifest.metadata:
-        console.print(f"metadata: {json.dumps(manifest.metadata)}", markup=False, soft_wrap=True)
+        console.print(f"metadata: {json.dumps(manifest.metadata)}", soft_wrap=True)
 
 
 def _collection(name: str, checkpoint: Checkpoint) -> str:

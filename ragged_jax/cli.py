@@ -197,7 +197,7 @@ def _console() -> "Console":
     """As wide as the terminal; as wide as a table wants where there is none."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 118)
+    return Console(markup=False, width=None if sys.stdout.isatty() else 118)
 
 
 def _is_factory(source: str) -> bool:

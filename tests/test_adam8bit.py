@@ -11,8 +11,11 @@ from jax.sharding import AxisType
 from models import make_mesh, poison_padding
 
 import ragged_jax as rj
+from ragged_jax.layout import TensorSpec, rows
 from ragged_jax.optim import adamw8bit, fused_adamw8bit, scale_by_adam8bit
+from ragged_jax.optim._blocks import grid_of_slab
 from ragged_jax.optim._reference import Adam8bit
+from ragged_jax.planner import Group, plan
 
 pytestmark = pytest.mark.filterwarnings("ignore:these tensors are smaller than one block:UserWarning")
 STEPS = 3
@@ -228,3 +231,11 @@ def test_chunks_change_no_bit(chunk):
         assert_bits(out, want)
         out, state = update(rj.shard_like(gradients(i), tree), state)
         assert_bits(rj.full_params(out), want)
+
+
+def test_more_elements_on_a_device_than_int32_counts_are_refused():
+    bucket = plan([Group("", (TensorSpec("w", (2**31 + 1, 3)), TensorSpec("v", (2**31 + 3,))))], 2).layout.buckets[0]
+    for slab in bucket.slabs:
+        grid, _ = grid_of_slab(bucket, slab, 2, None, {"w": rows(1), "*": None}, 4096)
+        with pytest.raises(ValueError, match="more than an int32 counts: shard over more devices"):
+            assert grid.exact_runs.size + grid.runs.size == 0

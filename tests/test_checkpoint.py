@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from functools import partial
 from itertools import pairwise
 
 import ml_dtypes
@@ -18,6 +20,8 @@ from ragged_jax.checkpoint import (
     Manifest,
     Part,
     TensorEntry,
+    _directory,
+    _safetensors,
     layer_name,
     read_shard,
     read_tensor,
@@ -26,7 +30,7 @@ from ragged_jax.checkpoint import (
 )
 from ragged_jax.fsdp._slabs import slab_of
 from ragged_jax.layout import Layout, TensorSpec, elements, rows, tile, whole
-from ragged_jax.planner import Group, plan
+from ragged_jax.planner import Group, bucket_costs, hardware, plan, redistribution
 
 DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "bool"]
 BLOCKS = [elements(1), elements(6), rows(2), tile(2, 3), whole()]
@@ -245,7 +249,8 @@ def test_scalars_empty_tensors_attributes_and_metadata(tmp_path):
         "nothing": np.zeros((0, 4), np.float32),
     }
     tensors = {n: TensorEntry(str(x.dtype), x.shape, attributes={"block": "256"}) for n, x in values.items()}
-    parts = [Part(name, ((0, x.size),), x) for name, x in values.items()]
+    parts = [Part(name, ((0, x.size),), x, "-") for name, x in values.items() if name != "pi"]
+    parts.append(Part("pi", (), values["pi"]))  # a box without dims
     metadata = {"position": [3, 4096], "rng": "a state", "lr": 0.1, "none": None}
     path = CheckpointDirectory(tmp_path).save(7, tensors, parts, metadata=metadata)
     with Checkpoint(path) as checkpoint:
@@ -299,6 +304,12 @@ def test_what_no_file_can_hold_is_refused(tmp_path):
             save(tmp_path, {name: np.zeros(1)})
     with pytest.raises(ValueError, match="not JSON compliant"):
         save(tmp_path, {"w": np.zeros(1)}, metadata={"loss": math.nan})
+    deep: list = []
+    for _ in range(300):
+        deep = [deep]
+    for unreadable in (os.fsdecode(b"/data/\xff"), deep):
+        with pytest.raises(ValueError, match="could not be read again"):
+            save(tmp_path, {"w": np.zeros(1)}, metadata={"position": unreadable})
     assert not list(tmp_path.iterdir())
     for step, name in enumerate(("ü/重み", "../../w", "/abs", "a//b", "a\nb", "x" * 3000)):
         with save(tmp_path, {name: np.ones(3)}, step) as checkpoint:
@@ -379,6 +390,27 @@ def test_what_is_read_together_is_read_once(tmp_path, monkeypatch):
         for (start, stop), x in zip(spans, got, strict=True):
             assert np.array_equal(x, value[start:stop])
         assert sum(nbytes) <= value.nbytes + 250_000 * 4 + 4 * (1 << 18)  # all of it, and what overlaps again
+
+
+@pytest.mark.parametrize("chunk_nbytes", [1 << 12, 1 << 26])
+def test_other_orders_with_chunks_of_any_size(tmp_path, monkeypatch, chunk_nbytes):
+    """The format leaves the size of chunks to the writer."""
+    value = np.arange(600 * 1000, dtype=np.uint16).reshape(600, 1000)
+    monkeypatch.setattr(_safetensors, "CHUNK_NBYTES", chunk_nbytes)
+    entry, part = TensorEntry("uint16", value.shape, axis_order=(1, 0)), np.ascontiguousarray(value.T)
+    declared = partial(_directory.Manifest, chunk_nbytes=chunk_nbytes)
+    monkeypatch.setattr(_directory, "Manifest", declared)
+    path = CheckpointDirectory(tmp_path).save(1, {"w": entry}, [Part("w", ((0, value.size),), part)])
+    with Checkpoint(path) as checkpoint:
+        assert checkpoint.manifest.chunk_nbytes == chunk_nbytes
+        assert same_bits(checkpoint.read("w"), value)
+
+
+def test_a_stack_of_no_layers(tmp_path):
+    layout = plan([Group("m", (TensorSpec("m/w", (4, 4)),), stack=0)], 2).layout
+    buffers = {("m", slab.name): np.zeros((0, slab.shard_numel), np.float32) for slab in layout.bucket("m").slabs}
+    assert list(shard_parts(layout, 0, buffers)) == []
+    assert bucket_costs(layout, hardware("cpu"), tokens=1) == redistribution(layout, layout, hardware("cpu")) == ()
 
 
 def test_the_manifest_is_a_value():

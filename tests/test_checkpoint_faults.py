@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,7 @@ def test_killed_at_any_moment(tmp_path):
     ("call", "number"),
     [("writev", errno.ENOSPC), ("fsync", errno.ENOSPC), ("open", errno.EACCES), ("rename", errno.EIO)],
 )
+@pytest.mark.filterwarnings("ignore:step . is one more than to keep:UserWarning")
 def test_a_failing_disk_leaves_nothing_half_made(tmp_path, monkeypatch, call, number):
     """The first such call fails, then the second, and so on until a save makes no more of them."""
     folder = CheckpointDirectory(tmp_path)
@@ -234,6 +235,15 @@ def test_steps_only_rise(tmp_path):
     assert os.listdir(tmp_path) == ["step_00000005"]
 
 
+def test_what_only_looks_like_a_step_is_none(tmp_path):
+    for name in ("step_000000001", "step_١٢٣٤٥٦٧٨", "step_" + "9" * 30, "step_1"):
+        (tmp_path / name).mkdir()
+    folder = CheckpointDirectory(tmp_path)
+    assert (folder.steps(), folder.latest()) == ([], None)
+    save(folder, 1)
+    assert folder.steps() == [1]
+
+
 def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     for name in ("dead", "alive"):
         (tmp_path / f".step_00000001.{name}.tmp").mkdir()
@@ -245,6 +255,24 @@ def test_what_the_killed_left_is_removed_and_what_others_write_is_not(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [
         ".step_00000001.alive.lock", ".step_00000001.alive.tmp", "step_00000002",
     ]  # fmt: skip
+
+
+def test_an_old_checkpoint_that_may_not_be_removed_fails_no_save(tmp_path, monkeypatch):
+    folder, real = CheckpointDirectory(tmp_path), os.rename
+    save(folder, 1)
+
+    def failing(source, target):
+        if Path(source) == folder.folder(1):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.warns(UserWarning, match=r"step 1 is one more than to keep, and stays: .*not permitted"):
+        folder.save(2, {"w": TensorEntry("float32", (0,))}, [], keep=1)
+    assert folder.steps() == [1, 2]
+    monkeypatch.undo()
+    folder.save(3, {"w": TensorEntry("float32", (0,))}, [], keep=1)
+    assert folder.steps() == [3]
 
 
 def test_a_link_to_a_checkpoint_goes_and_the_checkpoint_stays(tmp_path):
@@ -443,6 +471,24 @@ def test_a_rank_that_fails_before_it_writes(tmp_path, background):
     assert sorted(name for name in os.listdir(tmp_path) if not name.endswith(".error")) == [
         "step_00000001", "step_00000003",
     ]  # fmt: skip
+
+
+def test_where_the_first_rank_cannot_look_all_fail(tmp_path):
+    (tmp_path / "run").touch()
+    said: Future = Future()
+
+    class Broadcasting(OneOf):
+        def _from_first(self, value: np.ndarray) -> np.ndarray:
+            if self._rank == 0:
+                said.set_result(value) if not said.done() else None
+            return said.result(timeout=5)
+
+    ranks = [OneOf(rank, tmp_path / "run") for rank in range(3)]
+    for rank in ranks:
+        rank.__class__ = Broadcasting
+    got = together(*(rank.latest for rank in ranks))
+    assert [type(error) for error in got] == [NotADirectoryError, CheckpointError, CheckpointError]
+    assert str(got[1]) == str(got[2]) == f"the first rank could not look for checkpoints in {tmp_path / 'run'}"
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path):

@@ -286,6 +286,10 @@ def test_what_does_not_fit_is_named_at_once(tmp_path):
         assert np.array_equal(rj.full_params(checkpointer.restore(tree, cast=True))["b"], np.ones(3))
         with pytest.raises(TypeError, match="name: str\n  other: object"):
             checkpointer.save(5, {"name": "x", "other": object()})
+        with pytest.raises(TypeError, match="name: str\n  n: more than 64 bits"):
+            checkpointer.save(5, {"n": 2**63, "name": "x", "m": -(2**63)})
+        with pytest.raises(ValueError, match=r"(?s)o: unknown dtype 'object'.*w: unknown dtype 'int4'"):
+            checkpointer.save(5, {"o": np.array([None]), "w": jnp.ones(3, jnp.int4)})  # not by the next call
         with pytest.raises(TypeError, match="not JSON serializable"):
             checkpointer.save(5, {}, metadata={"x": object()})
         with pytest.raises(FileNotFoundError, match="no checkpoint of step 9"):

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ragged_jax import _shapes
 from ragged_jax._shapes import ShapesError, groups_from, model_groups, num_params, read_shapes
+from ragged_jax.checkpoint import CheckpointDirectory, Part, TensorEntry, read_tensor
 from ragged_jax.cli import block_rule, main
 from ragged_jax.layout import Layout, elements, rows, tile, whole
 
@@ -155,10 +158,26 @@ def test_a_directory_says_which_of_its_files_will_do(tmp_path):
         read_shapes(tmp_path, rows(1))
 
 
-def test_safetensors(tmp_path):
-    import numpy as np
-    from safetensors.numpy import save_file
+def test_names_are_no_markup(capsys, tmp_path):
+    sizes = {"a[/b]": 4, "c[bold]": 8}
+    shapes = {"groups": [{"name": n, "tensors": [{"name": "w", "shape": [k]}]} for n, k in sizes.items()]}
+    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
+    status, out, _ = run(capsys, "plan", str(tmp_path / "shapes.json"), "-n", "2")
+    assert (status, "a[/b]" in out, "c[bold]" in out) == (0, True, True)
+    part = Part("c[bold]/w", ((0, 2),), np.zeros(2, np.float32))
+    CheckpointDirectory(tmp_path / "a[/b]").save(1, {part.tensor: TensorEntry("float32", (2,))}, [part])
+    status, out, _ = run(capsys, "show", str(tmp_path / "a[/b]"))
+    assert (status, "a[/b]" in out, "c[bold]" in out) == (0, True, True)
 
+
+def test_a_single_safetensors_file_is_converted(capsys, tmp_path):
+    save_file({"w": np.arange(3.0)}, tmp_path / "model.safetensors")
+    status, _, err = run(capsys, "convert", str(tmp_path / "model.safetensors"), str(tmp_path / "run"))
+    assert (status, err) == (0, "")
+    assert read_tensor(tmp_path / "run" / "step_00000000", "model/w").tolist() == [0, 1, 2]
+
+
+def test_safetensors(tmp_path):
     tensors = {
         f"model.layers.{i}.{name}": np.zeros(shape, np.float32)
         for i in (0, 2, 10)

@@ -290,12 +290,18 @@ def test_what_is_no_such_directory_is_explained(tmp_path):
         (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "b": {"dtype": "U8", "shape": [2], '
          b'"data_offsets": [1, 3]}}', 0, "'b': shares bytes with 'a'"),
         (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}, "a": {"dtype": "U8", "shape": [2], '
-         b'"data_offsets": [2, 4]}}', 0, "a name is there twice"),
+         b'"data_offsets": [2, 4]}}', 0, "the same key twice"),
     ):  # fmt: skip
         length = header[:8] if header[0] == 255 else (size or len(header)).to_bytes(8, "little")
         odd.write_bytes(length + header + bytes(0 if size else 8))
         with pytest.raises(rj.CheckpointError, match=fault):
             open_huggingface(odd)
+    index.write_text('{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}')
+    with pytest.raises(rj.CheckpointError, match="the same key twice"):
+        open_huggingface(path)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(rj.CheckpointError, match=r"pipe\.safetensors: not a file"):  # and does not wait for it
+        open_huggingface(tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "a\0b", "b": "\ud800"}}))
     with pytest.raises(rj.CheckpointError, match=r"a.x00b: embedded null"):
         open_huggingface(path)

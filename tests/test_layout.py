@@ -151,6 +151,7 @@ def test_a_malformed_file_gives_every_fault_by_path():
         ("", "not a layout file"),
         ("[1]", "must be an object"),
         ("[" * 100_000, "not a layout file"),
+        ('{"format": "ragged-layout", "version": 1, "x": ' + "[" * 800 + "]" * 800 + "}", "nested too deeply"),
         ('{"format": "safetensors"}', "must be an object with"),
         ('{"format": "ragged-layout", "version": 3}', "version 3, this release reads up to 2: upgrade"),
         ('{"format": "ragged-layout", "version": "1"}', "not a known version"),
@@ -212,3 +213,12 @@ def test_faults_that_only_the_whole_can_show():
         "a sole slab holds one tensor of 6 rows",
     ):
         assert fault in str(error.value)
+
+
+def test_sizes_that_no_model_has_are_refused():
+    """A few bytes of a file must not make a reader count to 10^12, or ask for so much memory."""
+    large = Bucket("a", (Slab("s", "int8", 2**40, 2**14, (Placement(TensorSpec("w", (2**14,), "int8"), 0),)),))
+    with pytest.raises(LayoutError, match=r"rows of 16384 on each of 2 parts are more than 2\*\*53 elements"):
+        Layout(2, (large,)).check()
+    with pytest.raises(LayoutError, match="stack is 1000000000000, must be between 0 and 1048576"):
+        Layout(2, (Bucket("a", (), 10**12),)).check()

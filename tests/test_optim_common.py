@@ -255,3 +255,18 @@ def test_train_state(make):
         assert types((state.params, state.opt_state)) == start
     assert len(traces) <= 2  # Flax's own counter changes type in the first step
     assert_as_alone(rj.full_params(state.params["model"]), make)
+
+
+@pytest.mark.parametrize(
+    ("make", "counts"),
+    [(rj.optim.muon, ("steps", "exchange_nbytes")), (rj.optim.adamw8bit, ("min_numel", "chunk"))],
+)
+def test_their_own_hyperparameters_are_injected(make, counts):
+    """With the counts that their docstrings say are none."""
+    tree = sharded(AxisType.Auto)
+    tx = optax.inject_hyperparams(make, static_args=counts)(learning_rate=optax.constant_schedule(0.1))
+    state = tx.init(tree)
+    got, _ = jax.jit(tx.update)(tree, state, tree)
+    want, _ = jax.jit(make(0.1).update)(tree, make(0.1).init(tree), tree)
+    assert float(state.hyperparams["learning_rate"]) == np.float32(0.1)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), got, want)

@@ -272,7 +272,9 @@ def test_a_flax_module_and_its_wrappers():
     tx = optax.MultiSteps(
         optax.chain(
             optax.clip(10.0),
-            optax.inject_hyperparams(muon, static_args=("steps",))(optax.constant_schedule(0.02), steps=2),
+            optax.inject_hyperparams(muon, static_args=("steps", "exchange_nbytes"))(
+                optax.constant_schedule(0.02), steps=2
+            ),
         ),
         2,
     )

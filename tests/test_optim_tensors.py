@@ -207,3 +207,35 @@ def test_state_of_other_owners_is_not_taken_for_this(tmp_path):
     for n in (1, 4):
         with pytest.raises(rj.CheckpointError, match="not of this state"):
             directory.restore(states[n])
+
+
+def test_slabs_of_more_rows_than_int32_counts():
+    """Where elements may be cut anywhere and nothing divides, a row is one element: a layer of experts has 10^10."""
+    large = {name: jax.ShapeDtypeStruct((2**16, size), "bfloat16") for name, size in (("w", 23459), ("v", 10002))}
+    tree = rj.shard_tree(large, make_mesh(7), axis="fsdp")
+    (slab,) = jax.tree.leaves(tree)
+    assert (slab.ndim, slab.size > 2**31) == (1, True)
+    for tx in (
+        optim.clip_by_global_norm(1.0),
+        optim.add_decayed_weights(0.1, "w"),
+        optim.partition({"a": optax.scale(3.0), "b": optax.scale(4.0)}, {"w": "a", "v": "b"}),
+    ):
+        state = jax.eval_shape(tx.init, tree)
+        assert jax.tree.leaves(jax.eval_shape(tx.update, tree, state, tree)[0])[0].shape == slab.shape
+
+
+def test_by_tensor_inside_of_shard_map():
+    params = {"w": PARAMS["a"][:5, :7], "v": PARAMS["bias"][:4], "x": PARAMS["bias"]}
+    tree = rj.shard_tree(params, make_mesh(3), axis="fsdp")
+    specs = jax.tree.map(lambda x: x.sharding.spec, tree)
+    for tx in (
+        optim.clip_by_global_norm(0.1),
+        optim.add_decayed_weights(0.5, "w"),
+        optim.partition({"a": optax.scale(3.0), "b": optax.scale(4.0)}, {"w": "a", "*": "b"}),
+    ):
+        step = lambda x, tx=tx: tx.update(x, tx.init(x), x)[0]
+        inside = jax.shard_map(step, mesh=make_mesh(3), in_specs=(specs,), out_specs=specs)
+        got, want = (rj.full_params(jax.jit(f)(poisoned(tree))) for f in (inside, step))
+        assert flat(got).keys() == flat(want).keys()
+        for name, value in flat(want).items():
+            np.testing.assert_allclose(flat(got)[name], value, rtol=1e-6, err_msg=name)

@@ -162,6 +162,30 @@ def test_a_loop_that_does_not_count_by_one_has_no_known_length():
     assert hlo_report(TPU.replace("%one = s32[] constant(1)", "%one = s32[] constant(2)")).unknown_loops == 1
 
 
+def test_what_nothing_waits_for_hides_behind_nothing():
+    """Only what is taken elsewhere goes on beyond the last instruction; updates lie between a start and its done."""
+    gather, *_ = overlap_report(GPU.replace("all-gather-done(%gather)", "all-gather-done(%b)")).collectives
+    assert gather.exposed
+    update = "%more = bf16[8,8]{1,0} async-update(%gather)\n  %gathered"
+    text = GPU.replace("%gathered", update, 1).replace("all-gather-done(%gather)", "all-gather-done(%more)")
+    assert [c.num_matmuls for c in overlap_report(text).collectives] == [1, 0]
+    text = text.replace("all-gather-done(%more)", "bitcast(%more)")
+    assert [c.num_matmuls for c in overlap_report(text).collectives] == [2, 0]
+
+
+@pytest.mark.parametrize("read", [hlo_report, overlap_report])
+def test_other_forms_are_refused_and_not_counted(read):
+    for known, other, message in (
+        ("calls=%gemm", "calls=%nowhere", "no form of HLO that is known"),
+        ("all-gather-start(%a, %b)", "all-gather-start(%a, %nowhere)", "no form of HLO that is known"),
+        ("tuple(%i, %a, %b, %z)", "tuple", "not an instruction of HLO: 'ROOT %out = "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read(GPU.replace(known, other))
+    counted = TPU.replace("%next = s32[] add(%i, %one)", "%next = s32[] constant(1)")
+    assert hlo_report(counted).unknown_loops == 1
+
+
 def test_an_unscheduled_module_is_refused():
     with pytest.raises(ValueError, match="not scheduled"):
         overlap_report(GPU.replace(", is_scheduled=true", ""))

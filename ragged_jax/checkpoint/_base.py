@@ -1,6 +1,5 @@
 """What the checkpointers of all frameworks have in common: who writes a state, when, and what became of it."""
 
-import json
 import secrets
 import sys
 import threading
@@ -16,10 +15,12 @@ from .._warned import warn
 from ..layout import Layout, listed
 from ._checkpoint import Checkpoint
 from ._directory import CheckpointDirectory
-from ._manifest import CheckpointError, TensorEntry
+from ._manifest import CheckpointError, TensorEntry, as_metadata
 from ._saving import Saving
 from ._sources import left_out
-from ._write import Part
+from ._write import Part, check_tensors
+
+_NOTHING, _FAILED = -1, -2  # in place of a step
 
 
 class BaseCheckpointer(ABC):
@@ -73,7 +74,7 @@ class BaseCheckpointer(ABC):
           metadata: anything that JSON holds, such as the position in the data. Of several ranks, the first's.
 
         Raises:
-          TypeError: what a checkpoint cannot hold, all of it named; or metadata that are not JSON.
+          TypeError, ValueError: what a checkpoint cannot hold, all of it named; or metadata that are not JSON.
           OSError, ValueError: what went wrong when the save before this one was written in the background.
           CheckpointError: one of several ranks failed; the same on all. In the background, the others hear of it by
             their next call.
@@ -82,8 +83,9 @@ class BaseCheckpointer(ABC):
         run, rank, num_ranks = f"{self._run}-{self._num_saves}", self._rank, self._num_ranks
         with Saving(self.directory.path, step, rank, num_ranks, run, self._timeout).together():
             self.wait()
-            step, metadata = int(step), _as_json(metadata)
+            step, metadata = int(step), as_metadata(metadata)
             tensors, parts, layouts = self._contents(state)
+            check_tensors(tensors)  # here, and not when a thread writes them
         options: dict[str, Any] = {"layouts": layouts, "metadata": None if rank else metadata, "keep": self._keep}
         options |= {"rank": rank, "num_ranks": num_ranks, "run": run, "timeout": self._timeout}
 
@@ -101,21 +103,38 @@ class BaseCheckpointer(ABC):
         self.wait()
         if step is not None:
             return self.directory.open(int(step))
-        found = self.directory.find_latest() if self._rank == 0 else None
-        if (step := self._agreed(found and found[0])) is None:
+        step, checkpoint = self._find_latest()
+        if step is None:
             raise FileNotFoundError(f"there is no checkpoint in {self.directory.path}")
-        return found[1] if found else self.directory.open(step)
+        return checkpoint or self.directory.open(step)
 
     def latest(self) -> int | None:
         """The step of the latest checkpoint whose files are all there, or None; the same on all ranks."""
         self.wait()
-        return self._agreed(self.directory.latest() if self._rank == 0 else None)
+        step, checkpoint = self._find_latest()
+        if checkpoint is not None:
+            checkpoint.close()
+        return step
 
-    def _agreed(self, found: int | None) -> int | None:
-        """The step that the first rank has found."""
-        words = np.array([-1 if found is None else found], np.int64).view(np.int32)
-        (step,) = np.ascontiguousarray(self._from_first(words)).view(np.int64)
-        return None if step < 0 else int(step)
+    def _find_latest(self) -> tuple[int | None, Checkpoint | None]:
+        """The step that the first rank finds, the same on all ranks; on the first one the checkpoint, too.
+
+        Where the first rank cannot look, all ranks raise, for the others wait for its word.
+        """
+        found = failure = None
+        if self._rank == 0:
+            try:
+                found = self.directory.find_latest()
+            except Exception as error:
+                failure = error
+        said = _FAILED if failure else _NOTHING if found is None else found[0]
+        words = self._from_first(np.array([said], np.int64).view(np.int32))
+        (step,) = np.ascontiguousarray(words).view(np.int64)
+        if step == _FAILED:
+            raise failure or CheckpointError(
+                f"the first rank could not look for checkpoints in {self.directory.path}"
+            )
+        return None if step == _NOTHING else int(step), found and found[1]
 
     def steps(self) -> list[int]:
         """The steps of which there are checkpoints, rising."""
@@ -144,15 +163,6 @@ class BaseCheckpointer(ABC):
             if error is None:
                 raise
             warn(f"a checkpoint was not saved: {failure}")
-
-
-def _as_json(metadata: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Metadata as they are now, whatever becomes of the mapping.
-
-    Raises:
-      TypeError, ValueError: they are not JSON.
-    """
-    return json.loads(json.dumps(metadata, allow_nan=False))
 
 
 def check_wanted(

@@ -1,7 +1,5 @@
 """`CheckpointDirectory`: the checkpoints of a training run, and how a new one comes into being."""
 
-import contextlib
-import json
 import os
 import re
 import secrets
@@ -14,12 +12,12 @@ from typing import Any
 from .._warned import warn
 from ..layout import Layout
 from ._checkpoint import Checkpoint
-from ._manifest import CheckpointError, Manifest, TensorEntry
+from ._manifest import CheckpointError, Manifest, TensorEntry, as_metadata
 from ._saving import Saving
 from ._temporary import TEMPORARY, clean, discard
 from ._write import Part
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,17})")  # as `folder` writes them
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class CheckpointDirectory:
           metadata: anything that JSON holds.
           rank, num_ranks: of the writers.
           run: what tells this save from every other, the same on all ranks; needed when there are several.
-          keep: how many checkpoints to leave; older ones are removed. None: all.
+          keep: how many checkpoints to leave; older ones are removed, or else a warning says why not. None: all.
           timeout: seconds to wait for other ranks.
 
         Returns:
@@ -127,8 +125,7 @@ class CheckpointDirectory:
             raise ValueError("several ranks save together by the same `run`, for example one that rank 0 broadcasts")
         saving = Saving(self.path, step, rank, num_ranks, run or secrets.token_hex(8), timeout)
         with saving.together():
-            json_only = json.loads(json.dumps(dict(metadata or {}), allow_nan=False))
-            declared = Manifest(step, num_ranks, (), dict(tensors), metadata=json_only)
+            declared = Manifest(step, num_ranks, (), dict(tensors), metadata=as_metadata(metadata))
             saving.run(self.folder(step), declared, parts, layouts or {}, begin=partial(self._begin, step))
         if rank == 0 and keep is not None:
             self._remove(self.steps()[:-keep])
@@ -145,6 +142,10 @@ class CheckpointDirectory:
     def _remove(self, steps: Iterable[int]) -> None:
         for step in steps:
             doomed = self.path / f"{TEMPORARY}.{secrets.token_hex(8)}.old"
-            with contextlib.suppress(FileNotFoundError):  # another job was faster
+            try:
                 self.folder(step).rename(doomed)
+            except FileNotFoundError:  # another job was faster
+                continue
+            except OSError as error:  # the new one is saved all the same
+                warn(f"step {step} is one more than to keep, and stays: {error}")
             discard(doomed)

@@ -2,12 +2,13 @@
 
 import json
 import math
+import stat
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..layout import SAFETENSORS_DTYPES, itemsize, listed
+from ..layout import SAFETENSORS_DTYPES, distinct_keys, itemsize, listed
 from ._manifest import CheckpointError
 
 _MAX_HEADER_NBYTES = 100 << 20  # what the safetensors library itself accepts
@@ -49,13 +50,16 @@ def read_header(path: Path) -> Header:
       CheckpointError: it is not one, or is cut; every fault is named.
       OSError: it cannot be read.
     """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would never end
+        raise CheckpointError(f"{path}: not a file")
     with path.open("rb") as file:
-        size = path.stat().st_size
+        size = status.st_size
         num_bytes = int.from_bytes(file.read(8), "little")
         if num_bytes > min(_MAX_HEADER_NBYTES, size - 8):
             raise CheckpointError(f"{path}: not a safetensors file: it claims a header of {num_bytes} bytes")
         try:
-            document = json.loads(file.read(num_bytes), object_pairs_hook=_unique)
+            document = json.loads(file.read(num_bytes), object_pairs_hook=distinct_keys)
         except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{path}: not a safetensors header: {error}") from None
     if not isinstance(document, dict):
@@ -71,13 +75,6 @@ def read_header(path: Path) -> Header:
     if faults:
         raise CheckpointError(f"{path}: its header is not sound:" + listed(faults))
     return Header(entries, metadata if isinstance(metadata, dict) else {}, size)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Of a name that is there twice, readers would take different ones."""
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name is there twice")
-    return found
 
 
 def _overlaps(entries: dict[str, HeaderEntry]) -> Iterator[str]:

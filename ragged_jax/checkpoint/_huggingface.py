@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..layout import Link, NameMap, itemsize, listed
+from ..layout import Link, NameMap, distinct_keys, itemsize, listed
 from ._checkpoint import Checkpoint
 from ._copy import TensorBytes, converted
 from ._headers import Header, read_header
@@ -62,7 +62,7 @@ def _headers(path: Path) -> dict[Path, Header]:
     """Of each file, its header without the arrays that the index does not name."""
     if path.is_file():
         return {path: read_header(path)}
-    index = _read_json(path / INDEX) if (path / INDEX).is_file() else None
+    index = _read_json(path / INDEX, distinct_keys) if (path / INDEX).is_file() else None
     if index is None:
         files: dict[str, set[str] | None] = {file.name: None for file in sorted(path.glob("*.safetensors"))}
         if not files:
@@ -90,24 +90,23 @@ def _headers(path: Path) -> dict[Path, Header]:
             continue
         if names is not None:
             faults += (
-                f"{file}: has no {name}, which the index says it has" for name in names - header.entries.keys()
+                f"{file}: has no {name}, which the index says it has"
+                for name in sorted(names - header.entries.keys())
             )
             header = header._replace(entries={n: e for n, e in header.entries.items() if n in names})
         headers[path / file] = header
     seen: dict[str, Path] = {}
     for file, header in headers.items():
-        faults += (
-            f"{name} is in {seen[name].name} and in {file.name}" for name in header.entries.keys() & seen.keys()
-        )
+        faults += (f"{name} is in {seen[name].name} and in {file.name}" for name in header.entries if name in seen)
         seen |= dict.fromkeys(header.entries, file)
     if faults:
         raise CheckpointError(f"{path} is not whole:" + listed(faults))
     return headers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, object_pairs_hook: Any = None) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes(), object_pairs_hook=object_pairs_hook)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON: {error}") from None
     if not isinstance(document, dict):

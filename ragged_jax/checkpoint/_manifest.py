@@ -1,6 +1,7 @@
 """The manifest of a checkpoint: what it holds and where. `docs/design/checkpoints.md` describes the format."""
 
 import hashlib
+import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,10 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..layout import Document, Placement, TensorSpec, itemsize, listed, named, tile
+from ..layout import STRICT, Document, Placement, TensorSpec, itemsize, listed, named, tile
 from ._safetensors import CHUNK_NBYTES, FILLER
 
-_STRICT = {"extra": "forbid", "strict": True}
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SURROGATE = re.compile("[\ud800-\udfff]")  # has no UTF-8
 _SEAL = re.compile(rb',"blake2b":"([0-9a-f]{32})"}\n\Z')
@@ -41,7 +41,7 @@ class FileEntry:
       crc32: of each chunk of it, in turn.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     name: str
     nbytes: int
@@ -74,7 +74,7 @@ class TensorEntry:
       attributes: what else its reader must know, such as the block size of quantised codes.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     dtype: str
     shape: tuple[int, ...]
@@ -129,7 +129,7 @@ class Manifest:
       chunk_nbytes: the files' checksums are of chunks of this size.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     step: int
     num_ranks: int
@@ -219,7 +219,7 @@ def _cover_fault(tensor: TensorEntry) -> str:
         return ""
     if any(len(region) == 1 for region in regions):
         return "its pieces are ranges and boxes; they must all be of one kind"
-    boxes = np.array(regions, np.int64)
+    boxes = np.array(regions, np.int64).reshape(len(regions), -1, 2)  # a scalar is a box without dims
     for at, box in enumerate(boxes):
         meets = (boxes[at + 1 :, :, 0] < box[:, 1]) & (boxes[at + 1 :, :, 1] > box[:, 0])
         if meets.all(1).any():
@@ -263,6 +263,19 @@ def check_names(names: Iterable[str]) -> None:
     """Raises ValueError for tensor names that a file could not hold."""
     if bad := [n for n in names if not n or _SURROGATE.search(n) or n == "__metadata__" or n.startswith(FILLER)]:
         raise ValueError(f"no tensor can be called {named(map(ascii, bad))}: the files use it, or it is no text")
+
+
+def as_metadata(values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A user's metadata as they are now, whatever becomes of the mapping, and as they will be read.
+
+    Raises:
+      TypeError, ValueError: they are not JSON, or such that no reader takes: a text without UTF-8, deep nesting.
+    """
+    made = json.loads(json.dumps(dict(values or {}), allow_nan=False))
+    try:
+        return Manifest.from_bytes(Manifest(0, 1, (), {}, metadata=made).to_bytes()).metadata
+    except ValueError as error:
+        raise ValueError(f"these metadata could not be read again: {error}") from None
 
 
 def _digest(body: bytes) -> str:

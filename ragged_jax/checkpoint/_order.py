@@ -34,8 +34,7 @@ def windows(offset: int, numel: int, size: int, chunk_nbytes: int) -> Iterator[t
       chunk_nbytes: the size of the file's chunks.
     """
     head = -offset % chunk_nbytes // size
-    for start, stop in pairwise([*range(head and head - _WINDOW, numel, _WINDOW), numel]):
-        yield max(0, start), stop
+    yield from pairwise([0, *range(head or _WINDOW, numel, _WINDOW), numel])
 
 
 class Picking:

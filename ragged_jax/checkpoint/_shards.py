@@ -78,7 +78,7 @@ def shard_parts(
         if (buffer := buffers.get((piece.bucket, piece.slab))) is None:
             continue
         bucket = layout.bucket(piece.bucket)
-        layers = buffer.reshape(bucket.num_copies, -1)
+        layers = _layers(buffer, bucket)
         for layer in range(bucket.num_copies):
             name = join(prefix, layer_name(bucket, piece.tensor.name, layer), suffix)
             data = layers[layer, piece.offset : piece.offset + piece.stop - piece.start]

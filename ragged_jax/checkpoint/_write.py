@@ -92,8 +92,19 @@ def write_parts(
     return replace(declared, files=tuple(files), tensors=declared.tensors | tensors, layouts=layout_files)
 
 
-def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
+def check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises ValueError for tensors that no checkpoint can hold; all of them are listed."""
     check_names(tensors)
+    _raise([f"{name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults()])
+
+
+def _raise(wrong: Sequence[str]) -> None:
+    if wrong:
+        raise ValueError("these tensors cannot be saved:" + listed(wrong))
+
+
+def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
+    check_tensors(tensors)
     wrong = []
     for part in parts:
         if (tensor := tensors.get(part.tensor)) is None:
@@ -102,9 +113,7 @@ def _check(tensors: Mapping[str, TensorEntry], parts: Sequence[Part]) -> None:
         nbytes, given = numel_of(part.region) * itemsize(tensor.dtype), bytes_of(part.data).nbytes
         if nbytes != given:
             wrong.append(f"{part.tensor}: {part.region} of {tensor.dtype} are {nbytes} bytes, given {given}")
-    wrong += (f"{name}: {fault}" for name, tensor in tensors.items() for fault in tensor.faults())
-    if wrong:
-        raise ValueError("these tensors cannot be saved:" + listed(wrong))
+    _raise(wrong)
 
 
 class _Joined(NamedTuple):
@@ -148,7 +157,7 @@ def _entries(tensors: Mapping[str, TensorEntry], parts: Sequence[_Joined]) -> li
 def _file_names(groups: Iterable[str], rank: int) -> dict[str, str]:
     names: dict[str, str] = {}
     for group in groups:
-        stem = re.sub(r"[^A-Za-z0-9_-]+", ".", group).strip(".")[:120] or "root"
+        stem = re.sub(r"[^A-Za-z0-9_-]+", ".", group).strip(".-")[:120] or "root"
         taken, number = stem, 2
         while f"{taken}.{rank:05d}.safetensors" in names.values():
             taken, number = f"{stem}-{number}", number + 1

@@ -246,8 +246,10 @@ def _prefix(name: str, of: SlabOf) -> str:
 
 def _check(items: Sequence[Item]) -> None:
     bad = [item for item in items if not hasattr(item.leaf, "dtype") and type(item.leaf) not in PYTHON]
-    if bad:
+    large = [item for item in items if type(item.leaf) is int and not -(2**63) <= item.leaf < 2**63]
+    if bad or large:
         listing = listed(f"{item.name}: {type(item.leaf).__name__}" for item in bad)
+        listing += listed(f"{item.name}: more than 64 bits" for item in large)
         raise TypeError(f"a checkpoint holds arrays and numbers; give the rest as `metadata`:{listing}")
     check.distinct([name for item in items for name in item.tensors()])
 

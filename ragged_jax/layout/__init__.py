@@ -15,8 +15,10 @@ from ._boxes import boxes as boxes
 from ._dims import Link as Link
 from ._dtypes import SAFETENSORS_DTYPES as SAFETENSORS_DTYPES
 from ._dtypes import itemsize as itemsize
+from ._errors import STRICT as STRICT
 from ._errors import LayoutError as LayoutError
 from ._json import Document as Document
+from ._json import distinct_keys as distinct_keys
 from ._known_names import NAME_MAPS as NAME_MAPS
 from ._layout import Layout as Layout
 from ._layout import Location as Location

@@ -55,11 +55,17 @@ class Document:
           ValueError: of this kind's type: the text is no such document, or of a newer version, or breaks the
             schema; every fault is listed.
         """
+        try:
+            return self._load(cls, text)
+        except RecursionError:
+            raise self.error(f"not a {self.kind}: it is nested too deeply") from None
+
+    def _load(self, cls: type[T], text: str | bytes) -> T:
         from pydantic import ValidationError
 
         try:
-            document: Any = json.loads(text, object_pairs_hook=_object)
-        except (ValueError, RecursionError) as error:
+            document: Any = json.loads(text, object_pairs_hook=distinct_keys)
+        except ValueError as error:
             raise self.error(f"not a {self.kind}: {error}") from None
         if not isinstance(document, dict) or document.pop("format", None) != self.format:
             raise self.error(f'not a {self.kind}: it must be an object with "format": "{self.format}"')
@@ -98,9 +104,10 @@ def _used(node: Any, names: Mapping[str, int], below: Any = None) -> set[str]:
     return found.union(*((below or _used)(child, names) for child in children))
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`. Of a key that is there twice, readers would take different ones."""
     values = dict(pairs)
-    if len(values) < len(pairs):  # another reader might take the other one
+    if len(values) < len(pairs):
         raise ValueError("an object has the same key twice")
     return values
 

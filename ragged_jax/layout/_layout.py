@@ -15,9 +15,9 @@ from ._listed import listed
 from ._ragged_shard import RaggedShard, StridedRaggedShard
 from ._slab import Bucket, Placement, Slab
 from ._storage import can_be_tiled, cuts
-from ._tensor import TensorSpec
+from ._tensor import MAX_NUMEL, TensorSpec
 
-MAX_SHARDS = 2**20
+MAX_SHARDS = MAX_LAYERS = 2**20
 LAYOUT_FILE = Document("ragged-layout", 2, "layout file", LayoutError, since={"splits": 2})
 
 
@@ -213,8 +213,8 @@ class Layout:
         sizes = sorted({pair for tensor in self.tensors for pair in tensor.split_axes})
         found += [f"axis {a!r} splits tensors by {n} and by {m}" for (a, n), (b, m) in pairwise(sizes) if a == b]
         for bucket in self.buckets:
-            if bucket.stack is not None and bucket.stack < 0:
-                found.append(f"bucket {bucket.name!r}: stack is {bucket.stack}, must be at least 0")
+            if bucket.stack is not None and not 0 <= bucket.stack <= MAX_LAYERS:
+                found.append(f"bucket {bucket.name!r}: stack is {bucket.stack}, must be between 0 and {MAX_LAYERS}")
             slabs = Counter(slab.name for slab in bucket.slabs)
             found += [f"bucket {bucket.name!r}: {n} slabs are called {s!r}" for s, n in slabs.items() if n > 1]
             for slab in bucket.slabs:
@@ -224,6 +224,9 @@ class Layout:
     def _slab_faults(self, slab: Slab) -> Iterator[str]:
         if slab.rows < 0 or slab.width < 1:
             yield f"rows {slab.rows} must be at least 0 and width {slab.width} at least 1"
+            return
+        if self.num_parts * slab.shard_numel > MAX_NUMEL:
+            yield f"{slab.rows} rows of {slab.width} on each of {self.num_parts} parts are more than 2**53 elements"
             return
         if slab.sole:
             shapes = [p.stored_shape for p in slab.placements if not _bad_axis_order(p)]

@@ -1,6 +1,7 @@
 """`NameMap`: what the tensors of a model are called in two naming schemes, and in which order their dims come."""
 
 import itertools
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -351,13 +352,13 @@ class _Applying:
         outer = [p for p in _placeholders(rule.target) if p not in shared]
         known = {**self.names.sizes, **{name: len(words) for name, words in self.names.choices.items()}}
         known |= {p: 1 + max(int(m[p]) for _, m in members) for p in inner if p not in self.names.choices}
-        if (count := _product(known[p] for p in inner)) != len(members):
+        if (count := math.prod(known[p] for p in inner)) != len(members):
             raise ValueError(f"{len(members)} of the {count} tensors that make up {_fill(rule.target, shared)}")
         try:
             sizes = dims.solve(known, first, None)
         except ValueError:
             sizes = dims.solve(known, first, self._target_shape(rule, shared, outer))
-        if (count := _product(sizes[p] for p in outer)) > _MAX_NAMES:
+        if (count := math.prod(sizes[p] for p in outer)) > _MAX_NAMES:
             raise ValueError(f"it would become {count} tensors")
         shape = dims.target_shape(sizes)
         for of in itertools.product(*(range(sizes[p]) for p in outer)):
@@ -428,10 +429,3 @@ def _fill(pattern: str, values: Mapping[str, str]) -> str:
 
 def _braces(names: Iterable[str]) -> str:
     return ", ".join(f"{{{name}}}" for name in sorted(names))
-
-
-def _product(sizes: Iterable[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product

@@ -137,6 +137,8 @@ def adamw8bit(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with moments in 8 bits. See `scale_by_adam8bit` for the options, `optax.adamw` for the rest.
 
+    Under `optax.inject_hyperparams` the counts are no hyperparameters: pass `static_args=("min_numel", "chunk")`.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> params = jnp.ones((64, 64))

@@ -181,15 +181,24 @@ class Grid:
         table = self._table(self.parts, blocks=True)
         counts = table[:, :, 2]
         first = np.cumsum(counts, 1) - counts
-        return np.stack([table[:, :, 0], table[:, :, 1], first], -1).astype(np.int32)
+        return self._int32(np.stack([table[:, :, 0], table[:, :, 1], first], -1))
 
     @cached_property
     def exact_runs(self) -> np.ndarray:
         """The same of what stays in float32, where every element is a block."""
         table = self._table(self.exact, blocks=False)
-        return np.stack([table[:, :, 0], table[:, :, 1], np.cumsum(table[:, :, 1], 1) - table[:, :, 1]], -1).astype(
-            np.int32
+        return self._int32(
+            np.stack([table[:, :, 0], table[:, :, 1], np.cumsum(table[:, :, 1], 1) - table[:, :, 1]], -1)
         )
+
+    def _int32(self, table: np.ndarray) -> np.ndarray:
+        """Places as devices count them, who have no larger integers."""
+        if self.room >= 2**31:
+            raise ValueError(
+                f"a device would hold {self.room:,} elements of one packed slab, more than an int32 counts: shard "
+                "over more devices, or in smaller units"
+            )
+        return table.astype(np.int32)
 
     def _table(self, parts: Sequence[Part], *, blocks: bool) -> np.ndarray:
         table = np.zeros((self.num_devices, len(parts), 3), np.int64)

@@ -7,12 +7,14 @@ one tensor or of none.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from ..fsdp import Leaf, Leaves, leaves_of
 from ..fsdp._check import is_traced
@@ -67,15 +69,23 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
     """
     if leaf.of is None or len(leaf.of.slab.placements) == 1 or all(v == values[0] for v in values):
         return values[0]
-    unit = leaf.of.unit
+    unit, slab = leaf.of.unit, leaf.of.slab
     starts, which = row_pieces(leaf)
     table = np.array([*values, padding])[which]
-    slab = leaf.of.slab
     lead, ndim = unit.stacked + bool(slab.split_axes and not slab.sole), len(leaf.shape)
-    rows = jnp.arange(leaf.shape[lead])
-    given = jnp.asarray(table)[jnp.searchsorted(jnp.asarray(starts), rows, side="right", method="compare_all") - 1]
+    rows = jnp.arange(unit.share * slab.rows, dtype=jnp.int32)
+
+    def on_device(starts: Any, table: Any) -> jax.Array:
+        return table[jnp.searchsorted(starts, rows, side="right", method="compare_all") - 1]
+
+    inside = unit.axis in jax.sharding.get_abstract_mesh().manual_axes
+    if inside:
+        at = lax.axis_index(unit.axis)
+        given = on_device(jnp.asarray(starts)[at], jnp.asarray(table)[at])
+    else:
+        given = jax.vmap(on_device)(starts, table)
     given = given.reshape((1,) * lead + (-1,) + (1,) * (ndim - lead - 1))
-    if is_traced(given):
+    if is_traced(given) and not inside:
         spec: list[str | None] = [None] * ndim
         spec[lead] = unit.axis
         given = pin(given, jax.sharding.NamedSharding(unit.mesh, jax.sharding.PartitionSpec(*spec)))
@@ -83,20 +93,23 @@ def by_element(leaf: Leaf, values: Sequence[Any], padding: Any) -> Any:
 
 
 def row_pieces(leaf: Leaf) -> tuple[np.ndarray, np.ndarray]:
-    """Where in the rows of a slab's array a tensor starts, or padding does, and its number (-1: padding)."""
+    """Where in a device's rows of a slab a tensor starts, or padding does, and its number (-1: padding).
+
+    Both int32 of shape [devices, pieces]. A whole slab may have more rows than an int32 counts.
+    """
     unit, slab = leaf.of.unit, leaf.of.slab  # type: ignore
-    shares = unit.shares or (1,) * unit.num_shards
-    ends = np.cumsum([0, *shares]) * slab.rows
-    found = [(0, -1)]
-    for k, first in enumerate(ends[:-1].tolist()):
-        base = k * unit.share * slab.rows - first  # from rows of the slab to rows of the array
-        found.append((base + first, -1))
+    ends = accumulate(unit.shares or (1,) * unit.num_shards, initial=0)
+    table = []
+    for first, last in pairwise(end * slab.rows for end in ends):
+        pieces = {0: -1}
         for number, p in enumerate(slab.placements):
-            low, high = max(p.offset // slab.width, first), min(p.stop // slab.width, int(ends[k + 1]))
+            low, high = max(p.offset // slab.width, first), min(p.stop // slab.width, last)
             if low < high:
-                found += [(base + low, number), (base + high, -1)]
-    last = dict(sorted(found, key=lambda piece: piece[0]))  # of equal starts the later one holds
-    return np.array(list(last), np.int32), np.array(list(last.values()), np.int32)
+                pieces |= {low - first: number, high - first: -1}
+        table.append(list(pieces.items()))
+    width = max(map(len, table))
+    full = np.array([pieces + pieces[-1:] * (width - len(pieces)) for pieces in table], np.int32)
+    return full[..., 0], full[..., 1]
 
 
 def mask(rule: Any, like: Any = None) -> Callable[[Any], Any]:

@@ -260,8 +260,8 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Muon for hidden matrices, AdamW for embeddings, heads, norms, biases and scalars.
 
-    `routing` says who goes where. Under `optax.inject_hyperparams` the number of steps is no hyperparameter: pass
-    `static_args=("steps",)`. The division is by tensor, also where tensors share a slab.
+    `routing` says who goes where. Under `optax.inject_hyperparams` the counts are no hyperparameters: pass
+    `static_args=("steps", "exchange_nbytes")`. The division is by tensor, also where tensors share a slab.
 
     Args:
       learning_rate: of Muon, and of AdamW if it has none of its own: a number or a schedule.

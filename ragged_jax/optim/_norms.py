@@ -15,6 +15,8 @@ from ..fsdp._splits import once, splitting_axes
 from ._masks import remember, row_pieces
 from ._tensors import tensors_of
 
+_FEW = 32
+
 
 def tensor_norms(tree: Any, like: Any = None) -> dict[str, jax.Array]:
     """The L2 norm of every tensor, by name; those of a stack of layers over all layers. One collective a mesh.
@@ -129,9 +131,12 @@ def _local(leaf: Leaf, x: jax.Array) -> jax.Array:
         return jnp.zeros(many)
     rest = tuple(d for d in range(x.ndim) if d != lead)
     rows = jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32)), axis=rest)
-    starts, which = row_pieces(leaf)
-    first = lax.axis_index(unit.axis) * rows.shape[0]
-    at = jnp.searchsorted(jnp.asarray(starts), first + jnp.arange(rows.shape[0]), side="right") - 1
-    owner = jnp.asarray(which)[at]
+    starts, which = (jnp.asarray(table)[lax.axis_index(unit.axis)] for table in row_pieces(leaf))
+    here = jnp.arange(len(rows), dtype=jnp.int32)
+    if len(starts) <= _FEW:  # no arrays of the length of `rows`, which may be that of the slab
+        ends = jnp.append(starts[1:], len(rows))
+        rows = jnp.where((starts[:, None] <= here) & (here < ends[:, None]), rows, 0).sum(1)
+    else:
+        which = which[jnp.searchsorted(starts, here, side="right") - 1]
     # Padding may hold anything, so it is dropped and not multiplied by zero.
-    return jax.ops.segment_sum(rows, jnp.where(owner < 0, many, owner), many + 1)[:many]
+    return jax.ops.segment_sum(rows, jnp.where(which < 0, many, which), many + 1)[:many]

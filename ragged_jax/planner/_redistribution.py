@@ -41,7 +41,7 @@ def redistribution(
     for buckets in _merged(target.buckets, limit):
         groups: dict[tuple[str, int, Order], set[str]] = defaultdict(set)
         for bucket in buckets:
-            for tensor in bucket.tensors:
+            for tensor in bucket.tensors if bucket.num_copies else ():
                 alike = stack_of[tensor.name] == bucket.num_copies
                 order = "stored" if _stored_alike(source, target, tensor.name) else "row_major"
                 groups[tensor.dtype, bucket.num_copies if alike else 1, order].add(tensor.name)

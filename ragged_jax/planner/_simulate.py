@@ -100,7 +100,7 @@ def bucket_costs(
         raise ValueError(f"no such buckets: {unknown}")
     costs = []
     for bucket in layout.buckets:
-        shard_nbytes = bucket.shard_nbytes // bucket.num_copies
+        shard_nbytes = sum(slab.shard_nbytes for slab in bucket.slabs)
         wide = sum(slab.shard_numel * itemsize(reduce_dtype or slab.dtype) for slab in bucket.slabs)
         flops = 2 * tokens * sum(t.numel for t in bucket.tensors) * active.get(bucket.name, 1)
         forward = flops / (profile.flops * efficiency)

@@ -8,10 +8,10 @@ start and done counts once.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..planner import plain, size
 
@@ -139,6 +139,23 @@ class HloReport:
         return f"HloReport({', '.join(parts)})"
 
 
+Report = TypeVar("Report")
+
+
+def of_known_form(read: Callable[[Any], Report]) -> Callable[[Any], Report]:
+    """Makes a reader refuse a module in which something is not there that it counts on."""
+
+    @wraps(read)
+    def checked(compiled: Any) -> Report:
+        try:
+            return read(compiled)
+        except (LookupError, StopIteration, RuntimeError) as error:
+            raise ValueError(f"the text is of no form of HLO that is known here: {error!r}") from error
+
+    return checked
+
+
+@of_known_form
 def hlo_report(compiled: Any) -> HloReport:
     """Reads a compiled program.
 
@@ -147,7 +164,7 @@ def hlo_report(compiled: Any) -> HloReport:
 
     Raises:
       TypeError: it is something else, such as a function.
-      ValueError: the text is not that of an HLO module.
+      ValueError: the text is not that of an HLO module, or of a form that is not known here.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -230,7 +247,11 @@ def _parse(text: str) -> _Module:
             current = computations[header[2]] = _Computation()
             entry = header[2] if header[1] else entry
         elif current is not None and (match := _INSTRUCTION.match(line)):
-            current.instructions[match[1]] = _instruction(match[1], match[2], line.lstrip().startswith("ROOT "))
+            try:
+                parsed = _instruction(match[1], match[2], line.lstrip().startswith("ROOT "))
+            except ValueError:
+                raise ValueError(f"this is not an instruction of HLO: {line.strip()!r:.200}") from None
+            current.instructions[match[1]] = parsed
     if not entry:
         raise ValueError("no entry computation: this is not the text of an HLO module")
     return _Module(computations, entry)
@@ -330,8 +351,10 @@ def trip_count(module: _Module, computation: _Computation, loop: _Instruction) -
         return None
     first = _source(computation, start.operands[int(index[1])])
     step = body.instructions[new.operands[int(index[1])]]
+    if first.opcode != "constant" or step.opcode != "add":
+        return None
     ones = [_source(body, name) for name in step.operands]
-    if first.opcode != "constant" or step.opcode != "add" or not any(i.opcode == "constant" for i in ones):
+    if not any(i.opcode == "constant" for i in ones):
         return None
     by = next(i for i in ones if i.opcode == "constant").operands[0]
     return max(0, int(end.operands[0]) - int(first.operands[0])) if by == "1" else None

@@ -13,7 +13,19 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..planner import plain, size
-from ._hlo import COLLECTIVES, _called, _Computation, _Instruction, _Module, _move, _own, _parse, text_of, trip_count
+from ._hlo import (
+    COLLECTIVES,
+    _called,
+    _Computation,
+    _Instruction,
+    _Module,
+    _move,
+    _own,
+    _parse,
+    of_known_form,
+    text_of,
+    trip_count,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -123,6 +135,7 @@ class OverlapReport:
         return f"OverlapReport({num} collectives, {exposed} exposed in loops, {moved} moved for units)"
 
 
+@of_known_form
 def overlap_report(compiled: Any) -> OverlapReport:
     """Reads a compiled program's schedule.
 
@@ -131,7 +144,8 @@ def overlap_report(compiled: Any) -> OverlapReport:
 
     Raises:
       TypeError: it is something else, such as a function.
-      ValueError: the text is not that of an HLO module, or not of a scheduled one.
+      ValueError: the text is not that of an HLO module, or not of a scheduled one, or of a form that is not known
+        here.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -169,11 +183,12 @@ def _collectives(module: _Module, name: str, times: int, in_loop: bool) -> Itera
     computation = module.computations[name]
     before = [0]  # products above each instruction
     position, ends, chains = {}, {}, {}
+    taken = {name for i in computation.instructions.values() for name in i.operands}
     for at, instruction in enumerate(computation.instructions.values()):
         position[instruction.name] = at
         before.append(before[-1] + _num_matmuls(module, computation, instruction))
         if instruction.opcode.endswith("-done"):
-            ends[instruction.operands[0]] = at
+            ends[_start_of(computation, instruction).name] = at
         elif (part := _part(module, instruction)) and part[1]:
             chains[part[1]] = at  # the last fusion of a chain is its done
     for instruction in computation.instructions.values():
@@ -185,13 +200,22 @@ def _collectives(module: _Module, name: str, times: int, in_loop: bool) -> Itera
         if chain:
             end = chains[chain]
         elif instruction.opcode.endswith("-start"):
-            end = ends.get(instruction.name, len(position))  # without a done it goes on into the next iteration
+            goes_on = instruction.name in taken  # without a done, into the next iteration; if anybody waits for it
+            end = ends.get(instruction.name, len(position) if goes_on else start)
         else:
             end = start
         beside = before[end] - before[start + 1] if end > start else 0
         op_name = _op_name(instruction) or _op_name(inner)
         where = (name, in_loop, "transpose(" in op_name)
         yield ScheduledCollective(kind, _unit(op_name), *where, times, nbytes, num_arrays, beside, before[-1])
+
+
+def _start_of(computation: _Computation, done: _Instruction) -> _Instruction:
+    """What a done waits for; between the two there may be updates."""
+    instruction = computation.instructions[done.operands[0]]
+    while instruction.opcode.endswith("-update"):
+        instruction = computation.instructions[instruction.operands[0]]
+    return instruction
 
 
 def _collective(
