@@ -77,6 +77,7 @@ class Runtime:
             self._order = self._recording
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
+        unit.hide()  # what is kept for backward is not what optimizers, `zero_grad` and state dicts are to find
 
     def _check_buffers(self) -> None:
         if self.missing_buffers:
@@ -158,9 +159,15 @@ class _Around:
         self._hooked = WeakTensorKeyDictionary()  # of what is kept from one forward to the next
         self._lent: list[list[Callable[[], None]]] = []  # for each call that runs, what ends its loans
 
+    @property
+    def _is_inner(self) -> bool:
+        """Whether the module's forward has called the module itself."""
+        return len(self._lent) > 1
+
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lent.append([])
-        self._runtime.before_forward(self._unit)
+        if not self._is_inner:
+            self._runtime.before_forward(self._unit)
         policy = self._unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = self._lend(_to(policy.param_dtype), (args, kwargs))
@@ -188,7 +195,8 @@ class _Around:
             output = map_tensors(_to(self._unit.policy.output_dtype), output)
         if self._runtime.in_backward:
             return output
-        self._runtime.after_forward(self._unit)
+        if not self._is_inner:
+            self._runtime.after_forward(self._unit)
         if torch.is_grad_enabled():
             hook = _BeforeBackward(self._runtime, self._unit)
             for x in tensors_in(output):

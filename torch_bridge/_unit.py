@@ -64,7 +64,7 @@ class Unit:
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # of shards with hooks, what a pass has come to so far
-        self._is_whole = False
+        self._is_whole = self._is_shown = False  # the second: the module shows them
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
         dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
         self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, *dtypes)
@@ -177,24 +177,30 @@ class Unit:
     def unshard(self) -> None:
         """Makes the module's parameters whole."""
         self.start_unshard()
-        if self._is_whole:
-            return
-        self._wait()
-        for memory in self._memories:
-            memory.show()
-        self._is_whole = True
-        for slot in self.slots:
-            slot.whole.requires_grad_(slot.shard.requires_grad)
-            slot.show(slot.whole)
+        if not self._is_whole:
+            self._wait()
+            for memory in self._memories:
+                memory.show()
+            self._is_whole = True
+        if not self._is_shown:
+            for slot in self.slots:
+                slot.whole.requires_grad_(slot.shard.requires_grad)
+                slot.show(slot.whole)
+            self._is_shown = True
+
+    def hide(self) -> None:
+        """Has the module show this rank's parts, unless the parameters are held; what is gathered stays."""
+        if self._is_shown and not self.is_held:
+            for slot in self.slots:
+                slot.show(slot.shard)
+            self._is_shown = False
 
     def reshard(self) -> None:
         """Drops the whole parameters, unless they are held; the module shows this rank's parts again."""
         if self.is_held:
             return
         self._wait()  # for what was gathered ahead and is not needed
-        if self._is_whole:
-            for slot in self.slots:
-                slot.show(slot.shard)
+        self.hide()
         self._is_whole = False
         for memory in self._memories:
             memory.drop()

@@ -328,6 +328,44 @@ def copies() -> None:
         assert torch.equal(x, y)
 
 
+def parts_between_passes() -> None:
+    """Between forward and backward a module shows parts, also where it is kept whole for backward."""
+    for keep in (False, True):
+        reference, model = pair(Failing, units=Layer, reshard_after_forward=not keep)
+        for m, x in ((reference, rows()), (model, mine())):
+            m.fails = False
+            for _ in range(2):
+                loss = m(x)
+                m.zero_grad()  # a second pass does not add to the first one
+                assert m is reference or all(p.ndim == 1 for p in m.parameters())
+                loss.backward()
+        m(x)
+        assert {type(x) for x in tb.ragged_state_dict(model).values()} == {tb.RaggedTensor}
+        for name, x in tb.full_state_dict(model).items():
+            assert torch.equal(x, reference.state_dict()[name])
+        same_gradients(reference, model)
+
+
+class Calling(nn.Module):
+    """A unit whose forward calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth: int = 2):
+        y = self(self.linear(x).tanh(), depth - 1) if depth else x
+        return self.last(y)
+
+
+def recursion() -> None:
+    for units in (None, Calling):
+        reference, model = pair(lambda: nn.Sequential(Calling(), Calling()), units=units)
+        for m, x in ((reference, rows()), (model, mine())):
+            m(x).square().mean().backward()
+        same_gradients(reference, model)
+
+
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -384,6 +422,8 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
     "held whole": held_whole,
+    "parts between passes": parts_between_passes,
+    "recursion": recursion,
     "copies": copies,
     "hooks of parameters": hooks_of_parameters,
     **{f"failed, then {t}": lambda t=t: failed_backward(t) for t in ("again", "other loss", "part", "twice")},
