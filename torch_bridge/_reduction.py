@@ -53,7 +53,7 @@ def _alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """A parameter of a unit.
 

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ragged_jax.layout import Layout, named
 
+from ._reduction import Slot
 from ._stored import Stored
 from ._trees import lend_tensors, map_tensors, tensors_in
 from ._unit import Unit
@@ -43,6 +45,11 @@ class Runtime:
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._waiting: list[Unit] = []  # with reductions on their way, oldest first
+
+    @cached_property
+    def slots(self) -> dict[int, Slot]:
+        """The parameters, by the id of what a module shows of them: this rank's part, or the whole."""
+        return {id(x): slot for unit in self.units for slot in unit.slots for x in (slot.shard, slot.whole)}
 
     @property
     def in_backward(self) -> bool:

@@ -333,6 +333,8 @@ def whole_inside_unsharded() -> None:
         for x, y in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(x, y)
         model.temperature.fill_(2.0)
+        full = tb.full_state_dict(model)  # of memory of its own, and of the parameters as they are without
+    compare_states(full, reference.state_dict(), rtol=0)
     assert tb.full_state_dict(model)["temperature"] == 2
 
 

@@ -141,11 +141,19 @@ def padding_and_other_leaves() -> None:
             super().__init__()
             self.wide = nn.Parameter(torch.randn(33, 7, dtype=torch.bfloat16))
             self.odd = nn.Parameter(torch.randn(5))
-            self.register_buffer("table", torch.randn(3, 4))
+            self.register_buffer("table", torch.randn(3, 4).T)
+            self.num_calls = 0
             self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+        def get_extra_state(self):
+            return {"num_calls": self.num_calls}
+
+        def set_extra_state(self, state):
+            self.num_calls = state["num_calls"]
 
     torch.manual_seed(0)
     model = tb.fully_shard(Mixed(), block=rows(2))
+    model.num_calls = 6
     for unit in runtime_of(model).units:
         for memory, slots in unit._slots:
             kept = [slot.shard.detach().clone() for slot in slots]
@@ -157,6 +165,7 @@ def padding_and_other_leaves() -> None:
     state = {"model": model, "rest": [generator, 7, 0.5, True, torch.arange(6).view(2, 3).T], "key": key, "no": None}
     state["at"] = Progress(4, 0.5)
     want, table = tb.full_state_dict(model), model.table.clone()
+    assert tb.ragged_state_dict(model)["_extra_state"] == want.pop("_extra_state") == {"num_calls": 6}
     with tb.Checkpointer(FOLDER / "leaves") as checkpointer:
         checkpointer.save(3, state)
         drawn = torch.rand(3, generator=generator)
@@ -166,7 +175,8 @@ def padding_and_other_leaves() -> None:
         like = {"model": model, "rest": empty, "key": tb.AsSaved(), "no": None, "at": Progress(0, 0.0)}
         got = checkpointer.restore(like)
         assert got["at"] == Progress(4, 0.5)
-        assert_same(tb.full_state_dict(model), want)
+        assert tb.full_state_dict(model).pop("_extra_state") == {"num_calls": 6}
+        assert_same({name: x for name, x in tb.full_state_dict(model).items() if name in want}, want)
         assert torch.equal(model.table, table)
         assert torch.equal(torch.rand(3, generator=got["rest"][0]), drawn)
         assert [*map(repr, got["rest"][1:4])] == ["7", "0.5", "True"]
