@@ -123,6 +123,11 @@ class Reduction:
 
     def _packed(self, slabs: list[SlabRange]) -> torch.Tensor:
         """The gradients in one buffer, taken away from where they were."""
+        if self._memory.total is not None:
+            add_up(self._memory, self._slots)
+            wholes = self._memory.total
+            self._memory.forget_gradients()
+            return wholes
         wholes = self._memory.gradients
         used = {id(slot.placement): slot for slot in self._slots if slot.whole.grad is not None}
         for slab in slabs:
@@ -130,7 +135,7 @@ class Reduction:
             for placement in slab.slab.placements:
                 if (slot := used.get(id(placement))) and (grad := slot.whole.grad) is not None:
                     whole[end : placement.offset].zero_()
-                    grad = grad.to_dense() if grad.is_sparse else grad
+                    grad = _dense(grad)
                     if not self._memory.has_gradient(grad):
                         slot.view(whole).copy_(grad)
                     end = placement.stop
@@ -162,6 +167,26 @@ class Reduction:
                 held[slot.shard] = held[slot.shard].add_(piece) if slot.shard in held else piece
             else:
                 accumulate(slot.shard, piece)
+
+
+def add_up(memory: Memory, slots: Sequence[Slot]) -> None:
+    """Adds whole gradients to those of earlier passes, in the dtype in which ranks' gradients are summed.
+
+    Where that is no wider than their own, autograd adds them up.
+    """
+    own = memory.wholes.dtype
+    if torch.promote_types(own, memory.reduce_dtype) == own:
+        return
+    total = memory.take_total()
+    for slot in slots:
+        if (grad := slot.whole.grad) is not None:
+            slot.view(slot.slab.whole(total)).add_(_dense(grad))
+            slot.whole.grad = None
+    memory.drop_gradients()
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

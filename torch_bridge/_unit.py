@@ -13,7 +13,7 @@ from ragged_jax.layout import Bucket, Placement, named
 from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, SlabRange, allocate
 from ._plan import Part
-from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks
+from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks, add_up
 from ._views import Seen, view_of
 from ._whole import WholeParameter
 
@@ -222,21 +222,32 @@ class Unit:
                     yield slot, slot.view(slot.slab.whole(wholes)).clone(memory_format=torch.contiguous_format)
 
     def write_back(self) -> None:
-        """Takes this rank's part of what the whole parameters hold."""
+        """Takes its part of what was changed in the whole parameters; the rest is not rounded to their dtype."""
         with torch.no_grad():
             for memory in self._memories:
                 for slab in memory.slabs:
-                    slab.shard(memory.shards).copy_(slab.whole(memory.wholes)[slab.low : slab.high])
+                    shard, mine = slab.shard(memory.shards), slab.whole(memory.wholes)[slab.low : slab.high]
+                    shard.copy_(torch.where(mine == shard.to(mine.dtype), shard, mine.to(shard.dtype)))
 
     def reduce(self) -> None:
-        """Starts to reduce the gradients that the whole parameters have, and takes them away from there."""
-        if not self.requires_gradient_sync:
+        """Starts to reduce the gradients that the whole parameters have, and takes them away from there.
+
+        Those of all dtypes, if there are any: other ranks may have gradients of other parameters.
+        """
+        trained = [
+            (memory, some)
+            for memory, slots in self._slots
+            if (some := [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel])
+        ]
+        totals = any(memory.total is not None for memory in self._memories)
+        if not totals and all(slot.whole.grad is None for _, slots in trained for slot in slots):
             return
         with torch.no_grad(), torch.profiler.record_function(f"reduce:{self.bucket.name or 'root'}"):
-            for memory, slots in self._slots:
-                trained = [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel]
-                if any(slot.whole.grad is not None for slot in trained):
-                    self._reducing.append(Reduction(memory, trained, self.groups, self.shares))
+            for memory, slots in trained:
+                if self.requires_gradient_sync:
+                    self._reducing.append(Reduction(memory, slots, self.groups, self.shares))
+                else:
+                    add_up(memory, slots)
 
     def finish_reduce(self) -> None:
         """Waits for the reductions and adds their results to the gradients of the shards."""
