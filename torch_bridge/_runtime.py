@@ -45,6 +45,7 @@ class Runtime:
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._waiting: list[Unit] = []  # with reductions on their way, oldest first
+        self._recomputed: list[Unit] = []  # by activation checkpointing, and whole since
 
     @cached_property
     def slots(self) -> dict[int, Slot]:
@@ -68,6 +69,7 @@ class Runtime:
         """A unit's module is called."""
         self._abandon_failed_backward()
         again = self.in_backward  # by activation checkpointing
+        self._drop_recomputed()
         if not again and unit is self.units[0]:
             self._recording = []
             self._check_buffers()
@@ -80,11 +82,21 @@ class Runtime:
 
     def after_forward(self, unit: Unit) -> None:
         """It returns."""
+        if self.in_backward:
+            self._recomputed.append(unit)
+            return
         if unit is self.units[0]:
             self._order = self._recording
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
         unit.hide()  # what is kept for backward is not what optimizers, `zero_grad` and state dicts are to find
+
+    def _drop_recomputed(self) -> None:
+        """A checkpoint may span many units: each is gathered again for its own backward, which has not begun."""
+        for unit in self._recomputed:
+            if unit.reshard_after_forward and not unit.num_open_backwards:
+                unit.reshard()
+        self._recomputed = []
 
     def _check_buffers(self) -> None:
         if self.missing_buffers:
@@ -127,7 +139,7 @@ class Runtime:
             unit.num_open_backwards = 0
             unit.forget_gradients()
             unit.reshard()
-        self._waiting, self.backward = [], None
+        self._waiting, self._recomputed, self.backward = [], [], None
 
     def _end_backward(self) -> None:
         """Whatever has gradients and no inputs that need them."""
@@ -137,7 +149,7 @@ class Runtime:
             unit.reshard()
         for unit in self.units:
             unit.end_backward()
-        self._waiting, self.backward = [], None
+        self._waiting, self._recomputed, self.backward = [], [], None
 
     def _prefetch(self, unit: Unit, direction: int) -> None:
         if unit not in self._order or not self.distance:
@@ -200,8 +212,6 @@ class _Around:
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self._unit.policy.output_dtype is not None:
             output = map_tensors(_to(self._unit.policy.output_dtype), output)
-        if self._runtime.in_backward:
-            return output
         if not self._is_inner:
             self._runtime.after_forward(self._unit)
         if torch.is_grad_enabled():

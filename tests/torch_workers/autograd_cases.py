@@ -12,6 +12,7 @@ import torch.distributed as dist
 from checks import raises
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as tb
 from torch_bridge._fully_shard import runtime_of
@@ -346,6 +347,37 @@ def parts_between_passes() -> None:
         same_gradients(reference, model)
 
 
+class Spanning(nn.Module):
+    """A checkpoint over many units."""
+
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Adding() for _ in range(6))
+        self.use_reentrant, self.most = use_reentrant, 0
+
+    def forward(self, x):
+        return checkpoint(self.run, self.first(x), use_reentrant=self.use_reentrant)
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x, Output(x, {"losses": []}))
+            if hasattr(self, "_ragged_runtime"):
+                self.most = max(self.most, sum(unit.is_whole for unit in runtime_of(self).units[1:]))
+        return x
+
+
+def checkpoint_over_units() -> None:
+    """It is recomputed unit by unit: no more of them are whole than otherwise, and all at their backward."""
+    for use_reentrant in (False, True):
+        reference, model = pair(lambda use=use_reentrant: Spanning(use), units=Adding)
+        for m, x in ((reference, rows()), (model, mine())):
+            m(x).square().mean().backward()
+        assert model.most <= 3, model.most  # the one that runs, the last one, and one that was gathered ahead
+        assert not any(unit.num_open_backwards for unit in runtime_of(model).units)
+        same_gradients(reference, model)
+
+
 class Calling(nn.Module):
     """A unit whose forward calls itself."""
 
@@ -424,6 +456,7 @@ CASES: dict[str, Callable[[], None]] = {
     "held whole": held_whole,
     "parts between passes": parts_between_passes,
     "recursion": recursion,
+    "checkpoint over units": checkpoint_over_units,
     "copies": copies,
     "hooks of parameters": hooks_of_parameters,
     **{f"failed, then {t}": lambda t=t: failed_backward(t) for t in ("again", "other loss", "part", "twice")},
