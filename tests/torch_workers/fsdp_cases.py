@@ -2,12 +2,12 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from checks import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -389,17 +389,6 @@ def whole_inside_unsharded() -> None:
     assert tb.full_state_dict(model)["temperature"] == 2
 
 
-@contextmanager
-def raises(text: str) -> Iterator[None]:
-    """A RuntimeError with this in its message; ranks have no pytest."""
-    message = ""
-    try:
-        yield
-    except RuntimeError as error:
-        message = str(error)
-    assert text in message, message
-
-
 def after_an_exception(where: str) -> None:
     """A pass that raises in the middle leaves nothing behind that a later step would see."""
     reference, model = make(), make()
@@ -435,6 +424,19 @@ def after_an_exception(where: str) -> None:
     train_once(reference, tokens[0])
     train_once(model, mine(tokens)[0])
     compare(model, [loss_of(model, mine(tokens)[1]).detach()], reference, [loss_of(reference, tokens[1]).detach()])
+
+
+def ranks_that_differ() -> None:
+    """All of them fail, with one message, before anything is sent."""
+    if dist.get_world_size() == 1:
+        return
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    replicas = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, replicas):
+        with raises("weight: float32[2, 4]", ValueError):
+            tb.fully_shard(nn.Linear(5 if odd else 4, 2), mesh)
+    with raises("limit: 2", ValueError):
+        tb.fully_shard(nn.Linear(4, 2), limit=3 if odd else 2)
 
 
 def moved_parameters_are_noticed() -> None:
@@ -473,6 +475,7 @@ CASES: dict[str, Callable[[], None]] = {
     "exception in forward": lambda: after_an_exception("forward"),
     "exception in backward": lambda: after_an_exception("backward"),
     "moved": moved_parameters_are_noticed,
+    "ranks that differ": ranks_that_differ,
 }
 FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 
