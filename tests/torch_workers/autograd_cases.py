@@ -101,7 +101,7 @@ class Auxiliary(nn.Module):
         elif self.where == "buffer":
             self.last = loss
         else:
-            self.up.kept = [loss, {}] if self.where == "list" else loss
+            self.up.kept = [{"losses": Output(loss)}, {}] if self.where == "list" else loss
         return x + y
 
     @property
@@ -109,7 +109,7 @@ class Auxiliary(nn.Module):
         if self.where == "outside":
             return OUTSIDE[-1]
         kept = self.last if self.where == "buffer" else self.up.kept
-        return kept[0] if self.where == "list" else kept
+        return kept[0]["losses"].hidden if self.where == "list" else kept
 
 
 OUTSIDE: list[torch.Tensor] = []
