@@ -20,14 +20,13 @@ def check_same(what: str, facts: dict[str, str], groups: Groups, device: torch.d
     """
     digest = int(hashlib.sha256(to_text(facts).encode()).hexdigest()[:15], 16)
     ends = torch.tensor([digest, -digest], device=device)
-    both = [group for group in (groups.shard, groups.replicate) if group is not None]
-    for group in both:
+    for group in groups.each:
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=group)
     highest, lowest = ends.tolist()
     if highest == -lowest:
         return
     said = {dist.get_rank(): facts}
-    for group in both:
+    for group in groups.each:
         parts = [said] * dist.get_world_size(group)
         dist.all_gather_object(parts, said, group=group)
         said = {rank: those for part in parts for rank, those in part.items()}

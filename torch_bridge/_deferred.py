@@ -43,7 +43,7 @@ def init_parameters(module: nn.Module, init: Init | None = None) -> None:
       torch.Size([2])
       >>> dist.destroy_process_group()
     """
-    runtime = runtime_of(module)
+    (runtime := runtime_of(module)).notice_values()
     slots = {(id(m), name): slot for unit in runtime.units for slot in unit.slots for m, name in slot.uses}
     missing = {name for unit in runtime.units for name in unit.missing}
     waiting = [
@@ -84,9 +84,9 @@ def _init_one(
     if left:
         raise ValueError(f"{type(child).__name__} was initialised, but these have no values: {', '.join(left)}")
     for name, slot in own.items():
-        if slot.placement.tensor.name in missing:  # a tied parameter keeps what its first use gave it
+        if slot.name in missing:  # a tied parameter keeps what its first use gave it
             slot.take(made[name])
-            missing.discard(slot.placement.tensor.name)
+            missing.discard(slot.name)
     runtime.missing_buffers -= {_join(path, name) for name in child._buffers}
 
 

@@ -96,8 +96,7 @@ def fully_shard(
         inner = part.module is not module
         when = {"reshard_after_forward": reshard_after_forward and inner, "is_brief": inner or len(parts) == 1}
         made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, **when))
-    runtime = Runtime(made, layout, prefetch, limit)
-    runtime.missing_buffers = materialize_buffers(module, place)
+    runtime = Runtime(made, layout, prefetch, limit, materialize_buffers(module, place))
     runtime.attach([part.module for part in parts])
     register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)

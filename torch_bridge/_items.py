@@ -85,7 +85,7 @@ class State:
         return lambda: node
 
     def _module(self, name: str, module: nn.Module) -> Build:
-        runtime = runtime_of(module)
+        (runtime := runtime_of(module)).notice_values()
         for unit in runtime.units:
             if unit.missing and self._checkpoint is None:
                 raise ValueError(f"{name}: no values to save yet: {named(sorted(unit.missing))}")

@@ -176,12 +176,12 @@ def allocate(
     return memories
 
 
-def materialize_buffers(module: nn.Module, device: torch.device) -> set[str]:
-    """Gives memory to the buffers that a module has on `meta`. Returns their paths; they have no values yet."""
-    missing = set()
+def materialize_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Gives memory to the buffers that a module has on `meta`. Returns them by path; they have no values yet."""
+    missing = {}
     for path, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.empty_like(buffer, device=device)
-                missing.add("/".join(filter(None, (path.replace(".", "/"), name))))
+                child._buffers[name] = made = torch.empty_like(buffer, device=device)
+                missing["/".join(filter(None, (path.replace(".", "/"), name)))] = made
     return missing

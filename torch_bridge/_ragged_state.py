@@ -73,7 +73,7 @@ def ragged_optimizer_state_dict(
 def _ragged(module: nn.Module, slot: Slot, local: torch.Tensor, mesh: DeviceMesh) -> RaggedTensor:
     """As torch sees it, which may be another order of the dims than the layout's."""
     shape, strides = tuple(slot.whole.shape), slot.whole.stride()
-    numels = [high - low for low, high in runtime_of(module).layout.ranges(slot.placement.tensor.name)]
+    numels = [high - low for low, high in runtime_of(module).layout.ranges(slot.name)]
     stored_shape = tuple(shape[dim] for dim in order_of(shape, strides))
     ragged = RaggedShard.of(layout.RaggedShard.from_numels(stored_shape, numels))
     placements = [Replicate()] * (mesh.ndim - 1) + [ragged]

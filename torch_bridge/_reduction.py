@@ -1,5 +1,6 @@
 """One reduction of a unit's gradients: packed where they are not yet, summed over the ranks, added to the shards'."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import ref
@@ -43,8 +44,13 @@ class Groups:
         return None if self._replicate is None else _alive(self._replicate)
 
     @property
+    def each(self) -> list[dist.ProcessGroup]:
+        """Those of shards, and those of replicas if there are any. Through both every rank hears of every other."""
+        return [self.shard] if self.replicate is None else [self.shard, self.replicate]
+
+    @property
     def num_ranks(self) -> int:
-        return dist.get_world_size(self.shard) * (dist.get_world_size(self.replicate) if self.replicate else 1)
+        return math.prod(map(dist.get_world_size, self.each))
 
 
 def _alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -72,6 +78,11 @@ class Slot:
     uses: list[tuple[nn.Module, str]]
     shard: nn.Parameter
     whole: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        """What the layout calls it."""
+        return self.placement.tensor.name
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter in a whole slab."""

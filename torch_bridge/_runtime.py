@@ -1,11 +1,12 @@
 """When units are gathered and dropped: hooks around a module's forward and backward."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
@@ -32,14 +33,17 @@ class Runtime:
       units: the root first.
       layout: what they follow.
       distance, limit: of the schedule.
+      bare_buffers: those that were made on `meta`, by path.
 
     Attributes:
       missing_buffers: paths of buffers that were made on `meta` and have no values yet.
     """
 
-    def __init__(self, units: list[Unit], layout: Layout, distance: int, limit: int):
+    def __init__(
+        self, units: list[Unit], layout: Layout, distance: int, limit: int, bare_buffers: Mapping[str, torch.Tensor]
+    ):
         self.units, self.layout, self.distance, self.limit = units, layout, distance, limit
-        self.missing_buffers: set[str] = set()
+        self._bare_buffers, self.missing_buffers = bare_buffers, set(bare_buffers)
         # Of the pass that runs, or of the last one if that raised. Autograd holds it no longer than the pass.
         self.backward: weakref.ref[Any] | None = None
         self._order: list[Unit] = []
@@ -72,6 +76,7 @@ class Runtime:
         self._drop_recomputed()
         if not again and unit is self.units[0]:
             self._recording = []
+            self.notice_values()
             self._check_buffers()
             for other in self.units:  # whole since a pass that was not finished, they may be out of date
                 other.reshard()
@@ -97,6 +102,20 @@ class Runtime:
             if unit.reshard_after_forward and not unit.num_open_backwards:
                 unit.reshard()
         self._recomputed = []
+
+    def notice_values(self) -> None:
+        """What was made on `meta` has values if it was written since: `load_state_dict` and torch's checkpoints do.
+
+        All ranks call it. One without elements of a tensor cannot see that it was written, so they tell each other.
+        """
+        bare = [(unit, slot) for unit in self.units for slot in unit.slots if slot.name in unit.missing]
+        if bare:
+            written = torch.tensor([min(1, slot.shard._version) for _, slot in bare], device=self.units[0].device)
+            for group in self.units[0].groups.each:
+                dist.all_reduce(written, dist.ReduceOp.MAX, group=group)
+            for (unit, slot), is_written in zip(bare, written.tolist(), strict=True):
+                unit.missing -= {slot.name} if is_written else set()
+        self.missing_buffers -= {path for path in self.missing_buffers if self._bare_buffers[path]._version}
 
     def _check_buffers(self) -> None:
         if self.missing_buffers:

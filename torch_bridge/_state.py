@@ -19,7 +19,8 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
       module: a fully sharded module.
       writeback: whether what was changed in place is kept: each rank keeps its own part of what it has.
     """
-    units = runtime_of(module).units
+    (runtime := runtime_of(module)).notice_values()
+    units = runtime.units
     held = [unit.is_held for unit in units]
     try:
         for unit in units:
@@ -40,7 +41,7 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded state dict, on every rank, unit by unit. Parameters have their master dtype."""
-    runtime = runtime_of(module)
+    (runtime := runtime_of(module)).notice_values()
     whole = {slot: x for unit in runtime.units for slot, x in unit.gather_masters()}
     return state_of(module, whole.__getitem__)
 

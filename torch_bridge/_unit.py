@@ -71,7 +71,7 @@ class Unit:
         with torch.no_grad():
             self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
         self._shown = [  # looked at before every gather: nothing but what is compared
-            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.placement.tensor.name)
+            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.name)
             for slot in self.slots
             for module, attribute in slot.uses
         ]

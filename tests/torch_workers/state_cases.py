@@ -1,6 +1,7 @@
 """What every rank of a gloo job does with states of `torch_bridge`: `state_cases.py RANK SIZE STORE OUT FOLDER`."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import huggingface_cases
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checks import reads
 from fsdp_cases import Block, OddModel, data, loss_of, make, mine
 from torch import nn
@@ -354,6 +356,27 @@ def initialised() -> None:
     assert_same(tb.full_state_dict(model), make().state_dict())
 
 
+def by_torch_alone() -> None:
+    """A module from `meta` has the values that `load_state_dict` or a checkpoint of torch's own gave it."""
+    torch.manual_seed(5)
+    model = tb.fully_shard(huggingface_cases.Tied(), block=whole())  # not every rank has elements of each
+    for load in (
+        lambda into: into.load_state_dict(model.state_dict()),
+        lambda into: dcp.load(tb.ragged_state_dict(into), checkpoint_id=FOLDER / "dcp"),
+    ):
+        with torch.device("meta"):
+            again = huggingface_cases.Tied()
+        tb.fully_shard(again, block=whole())
+        with raises(RuntimeError, "up/bias", "no values yet"):
+            tb.full_state_dict(again)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's checkpoints use what torch deprecates
+            dcp.save(tb.ragged_state_dict(model), checkpoint_id=FOLDER / "dcp")
+            load(again)
+        assert_same(tb.full_state_dict(again), tb.full_state_dict(model))
+        assert runtime_of(again).missing_buffers == {"scratch"}
+
+
 def never_whole() -> None:
     """Made, initialised, saved and restored within the memory of the shards and a few layers."""
 
@@ -397,6 +420,7 @@ CASES: dict[str, Callable[[], None]] = {
     "from jax, stacked": lambda: from_jax("stacked"),
     "from jax, muon": muon_from_jax,
     "initialised": initialised,
+    "by torch alone": by_torch_alone,
     "never whole": never_whole,
     "hugging face": lambda: huggingface_cases.by_any_names(FOLDER),
     "a real model": lambda: huggingface_cases.a_real_model(FOLDER),
