@@ -233,6 +233,7 @@ class _Around:
             output = map_tensors(_to(self._unit.policy.output_dtype), output)
         if not self._is_inner:
             self._runtime.after_forward(self._unit)
+            _check_memory(output, self._unit)
         if torch.is_grad_enabled():
             hook = _BeforeBackward(self._runtime, self._unit)
             for x in tensors_in(output):
@@ -242,6 +243,17 @@ class _Around:
                 if x not in self._hooked:
                     self._hooked[x] = x.register_hook(hook)
         return output
+
+
+def _check_memory(output: Any, unit: Unit) -> None:
+    """Raises RuntimeError where a unit returns a parameter that was dropped: reading it would end the process."""
+    for x in tensors_in(output):
+        is_plain = isinstance(x, nn.Parameter) or (type(x) is torch.Tensor and x.layout == torch.strided)
+        if is_plain and x.numel() and not x.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"unit {unit.bucket.name!r} returns a parameter, or a view of one, which is dropped when it returns; "
+                "return a `clone()` of it, or what is computed from it"
+            )
 
 
 class _Hook:

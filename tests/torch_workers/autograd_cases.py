@@ -240,6 +240,28 @@ def out_of_sight() -> None:
     OUTSIDE.clear()
 
 
+class Returning(nn.Module):
+    def __init__(self, copies: bool):
+        super().__init__()
+        self.linear, self.copies = nn.Linear(WIDTH, WIDTH), copies
+
+    def forward(self, x):
+        weight = self.linear.weight
+        return x @ (weight.clone() if self.copies else weight), weight.clone() if self.copies else weight.T
+
+
+def returned_parameters() -> None:
+    """A unit that returns a view of its parameters would have it read when its memory was dropped."""
+    _, model = pair(lambda: nn.ModuleDict({"of": Returning(False)}), units=Returning)
+    with raises("unit 'of' returns a parameter"):
+        model["of"](mine())
+    reference, model = pair(lambda: nn.ModuleDict({"of": Returning(True)}), units=Returning)
+    for m, x in ((reference, rows()), (model, mine())):
+        y, weight = m["of"](x)
+        (y.square().mean() + weight.square().sum()).backward()
+    same_gradients(reference, model)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fails):
@@ -453,6 +475,7 @@ CASES: dict[str, Callable[[], None]] = {
     "changed inputs": changed_inputs,
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
+    "returned parameters": returned_parameters,
     "held whole": held_whole,
     "parts between passes": parts_between_passes,
     "recursion": recursion,
