@@ -128,8 +128,8 @@ def restored(checkpoint: Checkpoint, found: State, *, cast: bool, fewer_layers: 
 def _parts(items: Sequence[Item], *, copy: bool) -> list[Part]:
     """What this rank saves. From a device, all copies are on their way before the first is waited for."""
     hosts = [_on_host(item.data, copy) for item in items]
-    if any(item.data.device.type != "cpu" for item in items):
-        torch.accelerator.synchronize()
+    for device in {item.data.device for item in items if item.data.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)  # which need not be the current one
     return [
         Part(item.name, (item.span,), _bytes(host), item.group)
         for item, host in zip(items, hosts, strict=True)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ._agreement import check_same
 from ._fully_shard import runtime_of
-from ._reduction import Groups, Slot
+from ._reduction import Slot
 from ._runtime import Runtime
 
 Init = Callable[[nn.Module], object]
@@ -43,7 +43,7 @@ def init_parameters(module: nn.Module, init: Init | None = None) -> None:
       torch.Size([2])
       >>> dist.destroy_process_group()
     """
-    runtime = runtime_of(module)
+    (runtime := runtime_of(module)).notice_values()
     slots = {(id(m), name): slot for unit in runtime.units for slot in unit.slots for m, name in slot.uses}
     missing = {name for unit in runtime.units for name in unit.missing}
     waiting = [
@@ -58,7 +58,7 @@ def init_parameters(module: nn.Module, init: Init | None = None) -> None:
             f"these modules have parameters or buffers and no reset_parameters: {', '.join(helpless)}. "
             "Give `init_parameters` a function that initialises them"
         )
-    _check_same_seed(runtime.units[0].groups)
+    check_same("what the ranks would draw", _seeds(), runtime.units[0].groups, runtime.units[0].device)
     for path, child in waiting:
         _init_one(runtime, path, child, {n: slots[id(child), n] for n in _own(child, slots)}, missing, init)
     for unit in runtime.units:
@@ -84,9 +84,9 @@ def _init_one(
     if left:
         raise ValueError(f"{type(child).__name__} was initialised, but these have no values: {', '.join(left)}")
     for name, slot in own.items():
-        if slot.placement.tensor.name in missing:  # a tied parameter keeps what its first use gave it
+        if slot.name in missing:  # a tied parameter keeps what its first use gave it
             slot.take(made[name])
-            missing.discard(slot.placement.tensor.name)
+            missing.discard(slot.name)
     runtime.missing_buffers -= {_join(path, name) for name in child._buffers}
 
 
@@ -113,13 +113,9 @@ def _join(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _check_same_seed(groups: Groups) -> None:
+def _seeds() -> dict[str, str]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
-    digest = hashlib.blake2b(b"".join(state.numpy().tobytes() for state in states), digest_size=8).digest()
-    for group in filter(None, (groups.shard, groups.replicate)):
-        digests: list[bytes] = [b""] * dist.get_world_size(group)
-        dist.all_gather_object(digests, digest, group=group)
-        if len(set(digests)) > 1:
-            raise ValueError("the ranks would draw different numbers; call `torch.manual_seed` alike on all of them")
+    digest = hashlib.sha256(b"".join(state.numpy().tobytes() for state in states)).hexdigest()[:16]
+    return {"random generators, which `torch.manual_seed` sets alike": digest}

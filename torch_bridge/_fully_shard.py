@@ -6,9 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed, named
+from ragged_jax.layout import BlockRule, Bucket, Layout, NameMap, elements, listed, manifest, named
 from ragged_jax.planner import Plan
 
+from ._agreement import check_same
 from ._homes import register
 from ._layouts import unstacked as unstacked_layout
 from ._memory import materialize_buffers
@@ -54,8 +55,8 @@ def fully_shard(
         that are stacked there, each is a unit of its own here, and a rank's part of it is its row of the stack's.
       names: what the layout calls the parameters and in which order their dims come there, where that is another
         (`flax_names`). A parameter that is transposed so stays a view of the gathered buffer.
-      device: where a module from `meta` is to live; by default that of the mesh. It has no values then: restore a
-        checkpoint, or call `init_parameters`.
+      device: where a module from `meta` is to live; by default that of the mesh, or an accelerator if there is one.
+        It has no values then: restore a checkpoint, or call `init_parameters`.
       reshard_after_forward: whether units are dropped after forward and gathered again for backward. The root is
         kept: it is needed first.
       mp_policy: dtypes to gather and compute in, to reduce in, and of outputs.
@@ -66,8 +67,8 @@ def fully_shard(
       The module.
 
     Raises:
-      ValueError: the plan is for another model or number of ranks (every difference is listed), units that match
-        nothing, or parameters that have hooks.
+      ValueError: the plan is for another model or number of ranks, or the ranks are about to do different things
+        (every difference is listed), units that match nothing, or parameters that have hooks.
       NotImplementedError: the plan stores tensors tile by tile, or so that torch would have to copy them.
       NameMapError: `names` are not those of the module.
 
@@ -87,13 +88,15 @@ def fully_shard(
     layout, buckets = _layout(parts, num_shards, block, plan)
     check_viewable(layout.buckets, {name: seen for part in parts for name, seen in part.seen.items()})
     place = _device(module, mesh, device)
+    schedule = {"prefetch": prefetch, "limit": limit, "reshard_after_forward": reshard_after_forward}
+    facts = {key: str(value) for key, value in {**schedule, "mp_policy": mp_policy}.items()}
+    check_same("the models to shard", facts | manifest(layout), groups, place)
     made = []
     for part, bucket in zip(parts, buckets, strict=True):
         inner = part.module is not module
         when = {"reshard_after_forward": reshard_after_forward and inner, "is_brief": inner or len(parts) == 1}
         made.append(Unit(bucket, layout.shares, part, place, groups, mp_policy, **when))
-    runtime = Runtime(made, layout, prefetch, limit)
-    runtime.missing_buffers = materialize_buffers(module, place)
+    runtime = Runtime(made, layout, prefetch, limit, materialize_buffers(module, place))
     runtime.attach([part.module for part in parts])
     register(runtime)
     object.__setattr__(module, _RUNTIME, runtime)
@@ -117,7 +120,8 @@ def _device(module: nn.Module, mesh: DeviceMesh | None, device: torch.device | s
     if len(places) > 1:
         raise ValueError(f"a module on one device, got parameters on {', '.join(sorted(map(str, places)))}")
     if device is None:
-        return places.pop() if places else torch.device(mesh.device_type if mesh else "cpu")
+        found = torch.accelerator.current_accelerator(check_available=True) if mesh is None else mesh.device_type
+        return places.pop() if places else torch.device(found or "cpu")
     if places and {p.type for p in places} != {torch.device(device).type}:
         raise ValueError(f"device={device}, but the module is on {places.pop()}; move it first")
     return torch.device(device)

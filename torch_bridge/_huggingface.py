@@ -10,7 +10,6 @@ from ragged_jax.checkpoint import HuggingFaceFolder, Renamed
 from ragged_jax.layout import NameMap
 
 from ._checkpointer import restored
-from ._fully_shard import runtime_of
 from ._items import State
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,14 +54,7 @@ def load_huggingface(path: str | Path, module: M, names: NameMap | None = None, 
         wanted = {item.name: item.placement.tensor.shape for item in found.items}
         called = _with_own_names(names or NameMap(()), module, list(wanted))
         found.items = [item for item in found.items if not called.is_ignored(item.name)]
-        ignored = wanted.keys() - {item.name for item in found.items}
-        runtime = runtime_of(module)
-        bare = [unit.missing & ignored for unit in runtime.units], runtime.missing_buffers & ignored
-        restored(Renamed(folder, called.inverse, targets=wanted), found, cast=cast)
-        for unit, names_of_unit in zip(runtime.units, bare[0], strict=True):
-            unit.missing |= names_of_unit
-        runtime.missing_buffers |= bare[1]
-        return module
+        return restored(Renamed(folder, called.inverse, targets=wanted), found, cast=cast)
 
 
 def _with_own_names(names: NameMap, module: nn.Module, paths: list[str]) -> NameMap:

@@ -24,6 +24,7 @@ from ._state_names import StateNames, names_of
 from ._unit import Unit
 from .optim import ShardedOptimizer, StateTensor
 
+_EXTRA = "_extra_state"  # what torch calls it in state dicts
 _PYTHON = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
 
 
@@ -84,24 +85,29 @@ class State:
         return lambda: node
 
     def _module(self, name: str, module: nn.Module) -> Build:
-        runtime = runtime_of(module)
+        (runtime := runtime_of(module)).notice_values()
         for unit in runtime.units:
             if unit.missing and self._checkpoint is None:
                 raise ValueError(f"{name}: no values to save yet: {named(sorted(unit.missing))}")
             for slot in unit.slots:
                 self._add(name, slot, slot.shard.data, unit, runtime.layout)
-        buffers = {path.replace(".", "/"): x for path, x in module.state_dict(keep_vars=True).items()}
-        buffers = {path: x for path, x in buffers.items() if id(x) not in self._slots}
-        for path, x in buffers.items():
-            self._tensor(join(name, path), x)
+        state = module.state_dict(keep_vars=True)
+        rest = [self._rest(name, module, *item) for item in state.items() if id(item[1]) not in runtime.slots]
 
         def build() -> nn.Module:
-            for unit in runtime.units:
-                unit.missing.clear()
-            runtime.missing_buffers -= buffers.keys()
+            for build_one in rest:
+                build_one()
+            restored = {item.name for item in self.items}
+            for missing in (*(unit.missing for unit in runtime.units), runtime.missing_buffers):
+                missing -= {path for path in missing if join(name, path) in restored}
             return module
 
         return build
+
+    def _rest(self, prefix: str, module: nn.Module, path: str, x: Any) -> Build:
+        """A buffer, or what a module says of itself."""
+        build, (owner, _, last) = self._take(join(prefix, *path.split(".")), x), path.rpartition(".")
+        return build if last != _EXTRA else lambda: module.get_submodule(owner).set_extra_state(build())
 
     def _add(self, prefix: str, slot: Slot, data: torch.Tensor, unit: Unit, layout: Layout) -> None:
         self.layouts[prefix] = layout
@@ -170,7 +176,7 @@ class State:
         optimizer.init_state()
         for group in optimizer.param_groups:
             for p in group["params"]:
-                for x in optimizer._named(p, optimizer.state[p]) if optimizer.state[p] else ():
+                for x in optimizer._named(p, state) if (state := optimizer.state.get(p)) else ():
                     self._state_tensor(join(name, names.own), x, optimizer.local(p).home, group.get("map", ""))
         counts = self._counts(name, names, [optimizer.num_steps])
 

@@ -65,6 +65,7 @@ class Memory:
         change in place. But while the slabs are dropped it has another version, so that autograd refuses to read
         what it saved of them.
       gradient_dtype, reduce_dtype: in which whole gradients are sent, and summed.
+      total: of whole gradients of passes without a reduction, where autograd would add them up in a narrower dtype.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Memory:
     ):
         self.slabs, self.gradient_dtype, self.reduce_dtype = slabs, gradient_dtype, reduce_dtype
         self._gradients: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
         last = slabs[-1]
         self.shards = torch.zeros(last.shard_start + last.high - last.low, dtype=dtype, device=device)
         self.wholes = torch.empty(last.start + last.numel, dtype=compute_dtype, device=device)
@@ -113,9 +115,19 @@ class Memory:
         mine = self._gradients
         return mine is not None and grad.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr()
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Leaves that buffer to whoever else holds it."""
         self._gradients = None
+
+    def forget_gradients(self) -> None:
+        """That, and the total."""
+        self._gradients = self.total = None
+
+    def take_total(self) -> torch.Tensor:
+        """The total, of zeros when first asked for."""
+        if self.total is None:
+            self.total = torch.zeros(self.wholes.numel(), dtype=self.reduce_dtype, device=self.wholes.device)
+        return self.total
 
     def _resize(self, numel: int) -> None:
         storage, nbytes = self.wholes.untyped_storage(), numel * self.wholes.element_size()
@@ -164,12 +176,12 @@ def allocate(
     return memories
 
 
-def materialize_buffers(module: nn.Module, device: torch.device) -> set[str]:
-    """Gives memory to the buffers that a module has on `meta`. Returns their paths; they have no values yet."""
-    missing = set()
+def materialize_buffers(module: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Gives memory to the buffers that a module has on `meta`. Returns them by path; they have no values yet."""
+    missing = {}
     for path, child in module.named_modules():
         for name, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[name] = torch.empty_like(buffer, device=device)
-                missing.add("/".join(filter(None, (path.replace(".", "/"), name))))
+                child._buffers[name] = made = torch.empty_like(buffer, device=device)
+                missing["/".join(filter(None, (path.replace(".", "/"), name)))] = made
     return missing

@@ -14,6 +14,7 @@ from ._geometry import order_of
 from ._placement import RaggedShard
 from ._ragged_tensor import RaggedTensor
 from ._reduction import Slot
+from ._state import state_of
 
 
 def ragged_state_dict(module: nn.Module, mesh: DeviceMesh | None = None) -> dict[str, torch.Tensor]:
@@ -30,10 +31,9 @@ def ragged_state_dict(module: nn.Module, mesh: DeviceMesh | None = None) -> dict
       `torch.distributed.checkpoint.save(tb.ragged_state_dict(model), checkpoint_id=path)`
     """
     mesh = mesh or _mesh(module)
-    slots = {id(slot.shard): slot for unit in runtime_of(module).units for slot in unit.slots}
-    made = {key: _ragged(module, slot, slot.shard.detach(), mesh) for key, slot in slots.items()}
-    state = module.state_dict(keep_vars=True)
-    return {name: made[id(x)] if id(x) in made else x.detach() for name, x in state.items()}
+    slots = runtime_of(module).slots.values()
+    made = {slot: _ragged(module, slot, slot.shard.detach(), mesh) for slot in slots}
+    return state_of(module, made.__getitem__)
 
 
 def ragged_optimizer_state_dict(
@@ -49,7 +49,7 @@ def ragged_optimizer_state_dict(
         `fully_shard`, or state which is neither an entry for each element nor a scalar.
     """
     mesh = mesh or _mesh(module)
-    slots = {id(slot.shard): slot for unit in runtime_of(module).units for slot in unit.slots}
+    slots = runtime_of(module).slots
     names = {id(x): name for name, x in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if foreign := [tuple(p.shape) for p in parameters if id(p) not in names]:
@@ -73,7 +73,7 @@ def ragged_optimizer_state_dict(
 def _ragged(module: nn.Module, slot: Slot, local: torch.Tensor, mesh: DeviceMesh) -> RaggedTensor:
     """As torch sees it, which may be another order of the dims than the layout's."""
     shape, strides = tuple(slot.whole.shape), slot.whole.stride()
-    numels = [high - low for low, high in runtime_of(module).layout.ranges(slot.placement.tensor.name)]
+    numels = [high - low for low, high in runtime_of(module).layout.ranges(slot.name)]
     stored_shape = tuple(shape[dim] for dim in order_of(shape, strides))
     ragged = RaggedShard.of(layout.RaggedShard.from_numels(stored_shape, numels))
     placements = [Replicate()] * (mesh.ndim - 1) + [ragged]

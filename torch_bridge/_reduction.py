@@ -1,5 +1,6 @@
 """One reduction of a unit's gradients: packed where they are not yet, summed over the ranks, added to the shards'."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import ref
@@ -43,8 +44,13 @@ class Groups:
         return None if self._replicate is None else _alive(self._replicate)
 
     @property
+    def each(self) -> list[dist.ProcessGroup]:
+        """Those of shards, and those of replicas if there are any. Through both every rank hears of every other."""
+        return [self.shard] if self.replicate is None else [self.shard, self.replicate]
+
+    @property
     def num_ranks(self) -> int:
-        return dist.get_world_size(self.shard) * (dist.get_world_size(self.replicate) if self.replicate else 1)
+        return math.prod(map(dist.get_world_size, self.each))
 
 
 def _alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -53,7 +59,7 @@ def _alive(group: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """A parameter of a unit.
 
@@ -72,6 +78,11 @@ class Slot:
     uses: list[tuple[nn.Module, str]]
     shard: nn.Parameter
     whole: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        """What the layout calls it."""
+        return self.placement.tensor.name
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """The parameter in a whole slab."""
@@ -123,6 +134,11 @@ class Reduction:
 
     def _packed(self, slabs: list[SlabRange]) -> torch.Tensor:
         """The gradients in one buffer, taken away from where they were."""
+        if self._memory.total is not None:
+            add_up(self._memory, self._slots)
+            wholes = self._memory.total
+            self._memory.forget_gradients()
+            return wholes
         wholes = self._memory.gradients
         used = {id(slot.placement): slot for slot in self._slots if slot.whole.grad is not None}
         for slab in slabs:
@@ -130,7 +146,7 @@ class Reduction:
             for placement in slab.slab.placements:
                 if (slot := used.get(id(placement))) and (grad := slot.whole.grad) is not None:
                     whole[end : placement.offset].zero_()
-                    grad = grad.to_dense() if grad.is_sparse else grad
+                    grad = _dense(grad)
                     if not self._memory.has_gradient(grad):
                         slot.view(whole).copy_(grad)
                     end = placement.stop
@@ -162,6 +178,26 @@ class Reduction:
                 held[slot.shard] = held[slot.shard].add_(piece) if slot.shard in held else piece
             else:
                 accumulate(slot.shard, piece)
+
+
+def add_up(memory: Memory, slots: Sequence[Slot]) -> None:
+    """Adds whole gradients to those of earlier passes, in the dtype in which ranks' gradients are summed.
+
+    Where that is no wider than their own, autograd adds them up.
+    """
+    own = memory.wholes.dtype
+    if torch.promote_types(own, memory.reduce_dtype) == own:
+        return
+    total = memory.take_total()
+    for slot in slots:
+        if (grad := slot.whole.grad) is not None:
+            slot.view(slot.slab.whole(total)).add_(_dense(grad))
+            slot.whole.grad = None
+    memory.drop_gradients()
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 def has_hooks(parameter: torch.Tensor) -> bool:

@@ -1,10 +1,12 @@
 """When units are gathered and dropped: hooks around a module's forward and backward."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.function import once_differentiable
@@ -12,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ragged_jax.layout import Layout, named
 
+from ._reduction import Slot
 from ._stored import Stored
 from ._trees import lend_tensors, map_tensors, tensors_in
 from ._unit import Unit
@@ -30,19 +33,28 @@ class Runtime:
       units: the root first.
       layout: what they follow.
       distance, limit: of the schedule.
+      bare_buffers: those that were made on `meta`, by path.
 
     Attributes:
       missing_buffers: paths of buffers that were made on `meta` and have no values yet.
     """
 
-    def __init__(self, units: list[Unit], layout: Layout, distance: int, limit: int):
+    def __init__(
+        self, units: list[Unit], layout: Layout, distance: int, limit: int, bare_buffers: Mapping[str, torch.Tensor]
+    ):
         self.units, self.layout, self.distance, self.limit = units, layout, distance, limit
-        self.missing_buffers: set[str] = set()
+        self._bare_buffers, self.missing_buffers = bare_buffers, set(bare_buffers)
         # Of the pass that runs, or of the last one if that raised. Autograd holds it no longer than the pass.
         self.backward: weakref.ref[Any] | None = None
         self._order: list[Unit] = []
         self._recording: list[Unit] = []
         self._waiting: list[Unit] = []  # with reductions on their way, oldest first
+        self._recomputed: list[Unit] = []  # by activation checkpointing, and whole since
+
+    @cached_property
+    def slots(self) -> dict[int, Slot]:
+        """The parameters, by the id of what a module shows of them: this rank's part, or the whole."""
+        return {id(x): slot for unit in self.units for slot in unit.slots for x in (slot.shard, slot.whole)}
 
     @property
     def in_backward(self) -> bool:
@@ -61,8 +73,10 @@ class Runtime:
         """A unit's module is called."""
         self._abandon_failed_backward()
         again = self.in_backward  # by activation checkpointing
+        self._drop_recomputed()
         if not again and unit is self.units[0]:
             self._recording = []
+            self.notice_values()
             self._check_buffers()
             for other in self.units:  # whole since a pass that was not finished, they may be out of date
                 other.reshard()
@@ -73,10 +87,35 @@ class Runtime:
 
     def after_forward(self, unit: Unit) -> None:
         """It returns."""
+        if self.in_backward:
+            self._recomputed.append(unit)
+            return
         if unit is self.units[0]:
             self._order = self._recording
         if unit.reshard_after_forward or not torch.is_grad_enabled():
             unit.reshard()
+        unit.hide()  # what is kept for backward is not what optimizers, `zero_grad` and state dicts are to find
+
+    def _drop_recomputed(self) -> None:
+        """A checkpoint may span many units: each is gathered again for its own backward, which has not begun."""
+        for unit in self._recomputed:
+            if unit.reshard_after_forward and not unit.num_open_backwards:
+                unit.reshard()
+        self._recomputed = []
+
+    def notice_values(self) -> None:
+        """What was made on `meta` has values if it was written since: `load_state_dict` and torch's checkpoints do.
+
+        All ranks call it. One without elements of a tensor cannot see that it was written, so they tell each other.
+        """
+        bare = [(unit, slot) for unit in self.units for slot in unit.slots if slot.name in unit.missing]
+        if bare:
+            written = torch.tensor([min(1, slot.shard._version) for _, slot in bare], device=self.units[0].device)
+            for group in self.units[0].groups.each:
+                dist.all_reduce(written, dist.ReduceOp.MAX, group=group)
+            for (unit, slot), is_written in zip(bare, written.tolist(), strict=True):
+                unit.missing -= {slot.name} if is_written else set()
+        self.missing_buffers -= {path for path in self.missing_buffers if self._bare_buffers[path]._version}
 
     def _check_buffers(self) -> None:
         if self.missing_buffers:
@@ -119,7 +158,7 @@ class Runtime:
             unit.num_open_backwards = 0
             unit.forget_gradients()
             unit.reshard()
-        self._waiting, self.backward = [], None
+        self._waiting, self._recomputed, self.backward = [], [], None
 
     def _end_backward(self) -> None:
         """Whatever has gradients and no inputs that need them."""
@@ -129,7 +168,7 @@ class Runtime:
             unit.reshard()
         for unit in self.units:
             unit.end_backward()
-        self._waiting, self.backward = [], None
+        self._waiting, self._recomputed, self.backward = [], [], None
 
     def _prefetch(self, unit: Unit, direction: int) -> None:
         if unit not in self._order or not self.distance:
@@ -158,9 +197,15 @@ class _Around:
         self._hooked = WeakTensorKeyDictionary()  # of what is kept from one forward to the next
         self._lent: list[list[Callable[[], None]]] = []  # for each call that runs, what ends its loans
 
+    @property
+    def _is_inner(self) -> bool:
+        """Whether the module's forward has called the module itself."""
+        return len(self._lent) > 1
+
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._lent.append([])
-        self._runtime.before_forward(self._unit)
+        if not self._is_inner:
+            self._runtime.before_forward(self._unit)
         policy = self._unit.policy
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = self._lend(_to(policy.param_dtype), (args, kwargs))
@@ -186,9 +231,9 @@ class _Around:
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self._unit.policy.output_dtype is not None:
             output = map_tensors(_to(self._unit.policy.output_dtype), output)
-        if self._runtime.in_backward:
-            return output
-        self._runtime.after_forward(self._unit)
+        if not self._is_inner:
+            self._runtime.after_forward(self._unit)
+            _check_memory(output, self._unit)
         if torch.is_grad_enabled():
             hook = _BeforeBackward(self._runtime, self._unit)
             for x in tensors_in(output):
@@ -198,6 +243,17 @@ class _Around:
                 if x not in self._hooked:
                     self._hooked[x] = x.register_hook(hook)
         return output
+
+
+def _check_memory(output: Any, unit: Unit) -> None:
+    """Raises RuntimeError where a unit returns a parameter that was dropped: reading it would end the process."""
+    for x in tensors_in(output):
+        is_plain = isinstance(x, nn.Parameter) or (type(x) is torch.Tensor and x.layout == torch.strided)
+        if is_plain and x.numel() and not x.untyped_storage().nbytes():
+            raise RuntimeError(
+                f"unit {unit.bucket.name!r} returns a parameter, or a view of one, which is dropped when it returns; "
+                "return a `clone()` of it, or what is computed from it"
+            )
 
 
 class _Hook:

@@ -1,23 +1,26 @@
 """The whole parameters of a fully sharded module, for people and for files."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from ._fully_shard import runtime_of
+from ._reduction import Slot
 
 
 @contextmanager
 def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Module]:
-    """The module with every parameter whole.
+    """The module with every parameter whole. What is taken from it, such as a state dict, can be read inside only.
 
     Args:
       module: a fully sharded module.
       writeback: whether what was changed in place is kept: each rank keeps its own part of what it has.
     """
-    units = runtime_of(module).units
+    (runtime := runtime_of(module)).notice_values()
+    units = runtime.units
     held = [unit.is_held for unit in units]
     try:
         for unit in units:
@@ -38,7 +41,17 @@ def unsharded(module: nn.Module, *, writeback: bool = False) -> Iterator[nn.Modu
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded state dict, on every rank, unit by unit. Parameters have their master dtype."""
-    runtime = runtime_of(module)
-    whole = {id(slot.shard): x for unit in runtime.units for slot, x in unit.gather_masters()}
-    state = module.state_dict(keep_vars=True)
-    return {name: whole[id(x)] if id(x) in whole else x.detach() for name, x in state.items()}
+    (runtime := runtime_of(module)).notice_values()
+    whole = {slot: x for unit in runtime.units for slot, x in unit.gather_masters()}
+    return state_of(module, whole.__getitem__)
+
+
+def state_of(module: nn.Module, made: Callable[[Slot], Any]) -> dict[str, Any]:
+    """The state dict of a fully sharded module, its parameters as what is made of them."""
+    slots, state = runtime_of(module).slots, dict(module.state_dict(keep_vars=True))
+    for name, x in state.items():
+        if slot := slots.get(id(x)):
+            state[name] = made(slot)
+        elif isinstance(x, torch.Tensor):  # a module's extra state need not be one
+            state[name] = x.detach()
+    return state

@@ -1,6 +1,7 @@
 """The tensors in what modules take and return: in containers, also in those that torch's pytrees do not know."""
 
 import copy
+import math
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -15,28 +16,31 @@ Write = Callable[[Any, Any], None]
 """Puts a value in the place that a key names."""
 _PLAIN = frozenset({bool, bytes, complex, float, int, str, type(None), torch.device, torch.dtype})
 
+_SIZED = list | tuple | dict | deque
 _CHANGE = frozenset({OrderedDict, defaultdict, deque})  # torch's pytrees know them, and would make others
 
 
-def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+def tensors_in(tree: Any, most: float = math.inf) -> Iterator[torch.Tensor]:
     """The tensors in lists, tuples, dicts, dataclasses and whatever is registered with torch's pytrees.
+
+    Into containers of more than `most` items it does not look.
 
     Example:
       >>> [x.item() for x in tensors_in({"a": (torch.tensor(1), "text"), "b": [torch.tensor(2)]})]
       [1, 2]
     """
-    return _tensors_in(tree, set())
+    return _tensors_in(tree, most, set())
 
 
-def _tensors_in(tree: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+def _tensors_in(tree: Any, most: float, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         yield tree
-    elif type(tree) not in _PLAIN and id(tree) not in seen:
+    elif type(tree) not in _PLAIN and id(tree) not in seen and not (isinstance(tree, _SIZED) and len(tree) > most):
         opened = _open(tree)
         if opened.write is not None:  # those alone may contain themselves
             seen.add(id(tree))
         for child in opened.children:
-            yield from _tensors_in(child, seen)
+            yield from _tensors_in(child, most, seen)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -13,7 +13,7 @@ from ragged_jax.layout import Bucket, Placement, named
 from ._collectives import Work, adds_parts, start_gather
 from ._memory import Memory, SlabRange, allocate
 from ._plan import Part
-from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks
+from ._reduction import Groups, Reduction, Slot, accumulate_with_hooks, add_up
 from ._views import Seen, view_of
 from ._whole import WholeParameter
 
@@ -64,14 +64,14 @@ class Unit:
         self._gathering: list[Work] = []
         self._reducing: list[Reduction] = []
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # of shards with hooks, what a pass has come to so far
-        self._is_whole = False
+        self._is_whole = self._is_shown = False  # the second: the module shows them
         rank, size = dist.get_rank(groups.shard), dist.get_world_size(groups.shard)
         dtypes = self._compute_dtype, policy.reduce_dtype, adds_parts(device, shares)
         self._memories = allocate(bucket, shares or (1,) * size, rank, self.device, *dtypes)
         with torch.no_grad():
             self._slots = [(m, [*self._fill(m, part)]) for m in self._memories]
         self._shown = [  # looked at before every gather: nothing but what is compared
-            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.placement.tensor.name)
+            (slot.shard, slot.shard.data_ptr(), module._parameters, attribute, slot.name)
             for slot in self.slots
             for module, attribute in slot.uses
         ]
@@ -177,24 +177,30 @@ class Unit:
     def unshard(self) -> None:
         """Makes the module's parameters whole."""
         self.start_unshard()
-        if self._is_whole:
-            return
-        self._wait()
-        for memory in self._memories:
-            memory.show()
-        self._is_whole = True
-        for slot in self.slots:
-            slot.whole.requires_grad_(slot.shard.requires_grad)
-            slot.show(slot.whole)
+        if not self._is_whole:
+            self._wait()
+            for memory in self._memories:
+                memory.show()
+            self._is_whole = True
+        if not self._is_shown:
+            for slot in self.slots:
+                slot.whole.requires_grad_(slot.shard.requires_grad)
+                slot.show(slot.whole)
+            self._is_shown = True
+
+    def hide(self) -> None:
+        """Has the module show this rank's parts, unless the parameters are held; what is gathered stays."""
+        if self._is_shown and not self.is_held:
+            for slot in self.slots:
+                slot.show(slot.shard)
+            self._is_shown = False
 
     def reshard(self) -> None:
         """Drops the whole parameters, unless they are held; the module shows this rank's parts again."""
         if self.is_held:
             return
         self._wait()  # for what was gathered ahead and is not needed
-        if self._is_whole:
-            for slot in self.slots:
-                slot.show(slot.shard)
+        self.hide()
         self._is_whole = False
         for memory in self._memories:
             memory.drop()
@@ -216,21 +222,32 @@ class Unit:
                     yield slot, slot.view(slot.slab.whole(wholes)).clone(memory_format=torch.contiguous_format)
 
     def write_back(self) -> None:
-        """Takes this rank's part of what the whole parameters hold."""
+        """Takes its part of what was changed in the whole parameters; the rest is not rounded to their dtype."""
         with torch.no_grad():
             for memory in self._memories:
                 for slab in memory.slabs:
-                    slab.shard(memory.shards).copy_(slab.whole(memory.wholes)[slab.low : slab.high])
+                    shard, mine = slab.shard(memory.shards), slab.whole(memory.wholes)[slab.low : slab.high]
+                    shard.copy_(torch.where(mine == shard.to(mine.dtype), shard, mine.to(shard.dtype)))
 
     def reduce(self) -> None:
-        """Starts to reduce the gradients that the whole parameters have, and takes them away from there."""
-        if not self.requires_gradient_sync:
+        """Starts to reduce the gradients that the whole parameters have, and takes them away from there.
+
+        Those of all dtypes, if there are any: other ranks may have gradients of other parameters.
+        """
+        trained = [
+            (memory, some)
+            for memory, slots in self._slots
+            if (some := [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel])
+        ]
+        totals = any(memory.total is not None for memory in self._memories)
+        if not totals and all(slot.whole.grad is None for _, slots in trained for slot in slots):
             return
         with torch.no_grad(), torch.profiler.record_function(f"reduce:{self.bucket.name or 'root'}"):
-            for memory, slots in self._slots:
-                trained = [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel]
-                if any(slot.whole.grad is not None for slot in trained):
-                    self._reducing.append(Reduction(memory, trained, self.groups, self.shares))
+            for memory, slots in trained:
+                if self.requires_gradient_sync:
+                    self._reducing.append(Reduction(memory, slots, self.groups, self.shares))
+                else:
+                    add_up(memory, slots)
 
     def finish_reduce(self) -> None:
         """Waits for the reductions and adds their results to the gradients of the shards."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from checks import raises
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
 import torch_bridge as tb
 from torch_bridge._fully_shard import runtime_of
@@ -100,7 +101,7 @@ class Auxiliary(nn.Module):
         elif self.where == "buffer":
             self.last = loss
         else:
-            self.up.kept = [loss, {}] if self.where == "list" else loss
+            self.up.kept = [{"losses": Output(loss)}, {}] if self.where == "list" else loss
         return x + y
 
     @property
@@ -108,7 +109,7 @@ class Auxiliary(nn.Module):
         if self.where == "outside":
             return OUTSIDE[-1]
         kept = self.last if self.where == "buffer" else self.up.kept
-        return kept[0] if self.where == "list" else kept
+        return kept[0]["losses"].hidden if self.where == "list" else kept
 
 
 OUTSIDE: list[torch.Tensor] = []
@@ -239,6 +240,28 @@ def out_of_sight() -> None:
     OUTSIDE.clear()
 
 
+class Returning(nn.Module):
+    def __init__(self, copies: bool):
+        super().__init__()
+        self.linear, self.copies = nn.Linear(WIDTH, WIDTH), copies
+
+    def forward(self, x):
+        weight = self.linear.weight
+        return x @ (weight.clone() if self.copies else weight), weight.clone() if self.copies else weight.T
+
+
+def returned_parameters() -> None:
+    """A unit that returns a view of its parameters would have it read when its memory was dropped."""
+    _, model = pair(lambda: nn.ModuleDict({"of": Returning(False)}), units=Returning)
+    with raises("unit 'of' returns a parameter"):
+        model["of"](mine())
+    reference, model = pair(lambda: nn.ModuleDict({"of": Returning(True)}), units=Returning)
+    for m, x in ((reference, rows()), (model, mine())):
+        y, weight = m["of"](x)
+        (y.square().mean() + weight.square().sum()).backward()
+    same_gradients(reference, model)
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, fails):
@@ -328,6 +351,75 @@ def copies() -> None:
         assert torch.equal(x, y)
 
 
+def parts_between_passes() -> None:
+    """Between forward and backward a module shows parts, also where it is kept whole for backward."""
+    for keep in (False, True):
+        reference, model = pair(Failing, units=Layer, reshard_after_forward=not keep)
+        for m, x in ((reference, rows()), (model, mine())):
+            m.fails = False
+            for _ in range(2):
+                loss = m(x)
+                m.zero_grad()  # a second pass does not add to the first one
+                assert m is reference or all(p.ndim == 1 for p in m.parameters())
+                loss.backward()
+        m(x)
+        assert {type(x) for x in tb.ragged_state_dict(model).values()} == {tb.RaggedTensor}
+        for name, x in tb.full_state_dict(model).items():
+            assert torch.equal(x, reference.state_dict()[name])
+        same_gradients(reference, model)
+
+
+class Spanning(nn.Module):
+    """A checkpoint over many units."""
+
+    def __init__(self, use_reentrant: bool):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Adding() for _ in range(6))
+        self.use_reentrant, self.most = use_reentrant, 0
+
+    def forward(self, x):
+        return checkpoint(self.run, self.first(x), use_reentrant=self.use_reentrant)
+
+    def run(self, x):
+        for layer in self.layers:
+            x = layer(x, Output(x, {"losses": []}))
+            if hasattr(self, "_ragged_runtime"):
+                self.most = max(self.most, sum(unit.is_whole for unit in runtime_of(self).units[1:]))
+        return x
+
+
+def checkpoint_over_units() -> None:
+    """It is recomputed unit by unit: no more of them are whole than otherwise, and all at their backward."""
+    for use_reentrant in (False, True):
+        reference, model = pair(lambda use=use_reentrant: Spanning(use), units=Adding)
+        for m, x in ((reference, rows()), (model, mine())):
+            m(x).square().mean().backward()
+        assert model.most <= 3, model.most  # the one that runs, the last one, and one that was gathered ahead
+        assert not any(unit.num_open_backwards for unit in runtime_of(model).units)
+        same_gradients(reference, model)
+
+
+class Calling(nn.Module):
+    """A unit whose forward calls itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, depth: int = 2):
+        y = self(self.linear(x).tanh(), depth - 1) if depth else x
+        return self.last(y)
+
+
+def recursion() -> None:
+    for units in (None, Calling):
+        reference, model = pair(lambda: nn.Sequential(Calling(), Calling()), units=units)
+        for m, x in ((reference, rows()), (model, mine())):
+            m(x).square().mean().backward()
+        same_gradients(reference, model)
+
+
 class Reused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -383,7 +475,11 @@ CASES: dict[str, Callable[[], None]] = {
     "changed inputs": changed_inputs,
     **{f"auxiliary: {w}": lambda w=w: auxiliary(w) for w in ("attribute", "list", "buffer", "weight", "bias")},
     "out of sight": out_of_sight,
+    "returned parameters": returned_parameters,
     "held whole": held_whole,
+    "parts between passes": parts_between_passes,
+    "recursion": recursion,
+    "checkpoint over units": checkpoint_over_units,
     "copies": copies,
     "hooks of parameters": hooks_of_parameters,
     **{f"failed, then {t}": lambda t=t: failed_backward(t) for t in ("again", "other loss", "part", "twice")},

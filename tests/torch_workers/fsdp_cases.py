@@ -2,12 +2,12 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from checks import raises
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -253,6 +253,42 @@ def a_sum_that_float16_does_not_hold() -> None:
     assert all(float(p.grad) == 40000 for p in layer.parameters() if p.numel())
 
 
+def sums_of_many_passes() -> None:
+    """Gradients of passes without a reduction add up in the dtype in which ranks' gradients are summed."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for width in (2, 300):  # the products of the second are made in place
+        layer = tb.fully_shard(nn.Linear(width, width, bias=False), mp_policy=policy)
+        for i, x in enumerate((256.0, 1.0, 1.0, 1.0)):
+            tb.set_requires_gradient_sync(layer, i in (2, 3))
+            layer(torch.full((1, width), x)).sum().backward()
+        assert all(bool((p.grad == 259).all()) for p in layer.parameters())
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64)
+
+    def forward(self, x, both):
+        y = self.first(x)
+        return y + self.second(y.double()) if both else y
+
+
+def a_dtype_that_one_rank_uses() -> None:
+    size = dist.get_world_size()
+    torch.manual_seed(3)
+    reference = TwoDtypes()
+    torch.manual_seed(3)
+    model, x = tb.fully_shard(TwoDtypes()), torch.arange(6.0) / 6
+    sum(reference(x, k == 0).sum() / size for k in range(size)).backward()
+    model(x, dist.get_rank() == 0).sum().backward()
+    with torch.no_grad():
+        for m in (reference, model):
+            for p in m.parameters():
+                p.copy_(p.grad)
+    compare_states(tb.full_state_dict(model), reference.state_dict())
+
+
 def compiled() -> None:
     def make_compiled():
         model = make()
@@ -283,6 +319,11 @@ def mixed_precision() -> None:
     dist.all_reduce(losses)
     torch.testing.assert_close(losses / dist.get_world_size(), want, rtol=5e-3, atol=0)
     assert next(model.parameters()).dtype == torch.float32
+    with torch.no_grad(), tb.unsharded(model, writeback=True):
+        before = tb.full_state_dict(model)
+        model.temperature.fill_(0.1)
+    before["temperature"] = torch.tensor(0.1).bfloat16().float()
+    compare_states(tb.full_state_dict(model), before, rtol=0)  # not rounded to bfloat16, but for what was written
 
 
 def hsdp() -> None:
@@ -307,6 +348,16 @@ def clipping() -> None:
         norm = tb.clip_grad_norm_(model, 0.1, kind)
         want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1, kind)
         torch.testing.assert_close(norm, want, rtol=1e-5, atol=0)
+    for dtype in (torch.float64, torch.complex64):
+        layer = nn.Linear(7, 5, bias=False, dtype=dtype)
+        for weight in (layer.weight, tb.fully_shard(layer).weight):
+            weight.grad = weight.detach().clone()
+        whole = torch.linalg.vector_norm(full := tb.full_state_dict(layer)["weight"])
+        torch.testing.assert_close(tb.clip_grad_norm_(layer, 0.5), whole)
+        torch.testing.assert_close(layer.weight.grad, layer.weight.detach() * (0.5 / (whole + 1e-6)))
+        layer.weight.grad.fill_(float("nan") if dist.get_rank() else 1)
+        assert full.dtype == dtype
+        assert dist.get_world_size() == 1 or tb.clip_grad_norm_(layer, 0.5, float("inf")).isnan()
 
 
 def padding_is_invisible() -> None:
@@ -333,18 +384,9 @@ def whole_inside_unsharded() -> None:
         for x, y in zip(model.parameters(), reference.parameters(), strict=True):
             assert torch.equal(x, y)
         model.temperature.fill_(2.0)
+        full = tb.full_state_dict(model)  # of memory of its own, and of the parameters as they are without
+    compare_states(full, reference.state_dict(), rtol=0)
     assert tb.full_state_dict(model)["temperature"] == 2
-
-
-@contextmanager
-def raises(text: str) -> Iterator[None]:
-    """A RuntimeError with this in its message; ranks have no pytest."""
-    message = ""
-    try:
-        yield
-    except RuntimeError as error:
-        message = str(error)
-    assert text in message, message
 
 
 def after_an_exception(where: str) -> None:
@@ -384,6 +426,19 @@ def after_an_exception(where: str) -> None:
     compare(model, [loss_of(model, mine(tokens)[1]).detach()], reference, [loss_of(reference, tokens[1]).detach()])
 
 
+def ranks_that_differ() -> None:
+    """All of them fail, with one message, before anything is sent."""
+    if dist.get_world_size() == 1:
+        return
+    odd = dist.get_rank() == dist.get_world_size() - 1
+    replicas = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for mesh in (None, replicas):
+        with raises("weight: float32[2, 4]", ValueError):
+            tb.fully_shard(nn.Linear(5 if odd else 4, 2), mesh)
+    with raises("limit: 2", ValueError):
+        tb.fully_shard(nn.Linear(4, 2), limit=3 if odd else 2)
+
+
 def moved_parameters_are_noticed() -> None:
     model = make()
     tb.fully_shard(model, units=Block)
@@ -411,6 +466,8 @@ CASES: dict[str, Callable[[], None]] = {
     "oddities": oddities,
     "float16": a_sum_that_float16_does_not_hold,
     "mixed precision": mixed_precision,
+    "many passes": sums_of_many_passes,
+    "two dtypes": a_dtype_that_one_rank_uses,
     "evaluation": evaluation,
     "clipping": clipping,
     "padding": padding_is_invisible,
@@ -418,6 +475,7 @@ CASES: dict[str, Callable[[], None]] = {
     "exception in forward": lambda: after_an_exception("forward"),
     "exception in backward": lambda: after_an_exception("backward"),
     "moved": moved_parameters_are_noticed,
+    "ranks that differ": ranks_that_differ,
 }
 FOUR_RANKS = {"plain": lambda: parity(steps=STEPS), "hsdp": hsdp}
 

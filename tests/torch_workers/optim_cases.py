@@ -7,6 +7,7 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
+from checks import scratch
 from fsdp_cases import STEPS, Block, compare_losses, compare_states, data, loss_of, make, mine
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -231,9 +232,9 @@ def nothing_between_parameters_is_touched() -> None:
 
 
 def state_dicts() -> None:
-    """Training goes on with the same bits after the state was saved and loaded; also the state by name."""
-    for (model, optimizer), (copy, fresh), (named, by_name) in zip(
-        *(each_optimizer() for _ in range(3)), strict=True
+    """Training goes on with the same bits after the state was saved and loaded, by name and in a checkpoint, too."""
+    for (model, optimizer), (copy, fresh), (named, by_name), (again, restored) in zip(
+        *(each_optimizer() for _ in range(4)), strict=True
     ):
         tokens = mine(data()[:3])
 
@@ -252,12 +253,15 @@ def state_dicts() -> None:
         for name, x in optimizer.named_state().items():
             into[name].data.copy_(x.data)
         by_name.num_steps = optimizer.num_steps
-        assert optimizer.num_steps == 2
-        for m, o in ((model, optimizer), (copy, fresh), (named, by_name)):
+        with scratch() as folder, tb.Checkpointer(folder, background=False) as checkpointer:
+            checkpointer.save(2, {"model": model, "opt": optimizer})
+            checkpointer.restore({"model": again, "opt": restored})
+        assert optimizer.num_steps == restored.num_steps == 2
+        models = model, copy, named, again
+        for m, o in zip(models, (optimizer, fresh, by_name, restored), strict=True):
             steps(m, o, tokens[2:])
-        for p, q, r in zip(model.parameters(), copy.parameters(), named.parameters(), strict=True):
-            assert torch.equal(p, q)
-            assert torch.equal(p, r)
+        for p, *others in zip(*(m.parameters() for m in models), strict=True):
+            assert all(torch.equal(p, q) for q in others)
 
 
 def one_exchange_each_way() -> None:

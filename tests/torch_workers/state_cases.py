@@ -1,6 +1,7 @@
 """What every rank of a gloo job does with states of `torch_bridge`: `state_cases.py RANK SIZE STORE OUT FOLDER`."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import huggingface_cases
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checks import reads
 from fsdp_cases import Block, OddModel, data, loss_of, make, mine
 from torch import nn
@@ -141,11 +143,19 @@ def padding_and_other_leaves() -> None:
             super().__init__()
             self.wide = nn.Parameter(torch.randn(33, 7, dtype=torch.bfloat16))
             self.odd = nn.Parameter(torch.randn(5))
-            self.register_buffer("table", torch.randn(3, 4))
+            self.register_buffer("table", torch.randn(3, 4).T)
+            self.num_calls = 0
             self.register_buffer("scratch", torch.randn(2), persistent=False)
+
+        def get_extra_state(self):
+            return {"num_calls": self.num_calls}
+
+        def set_extra_state(self, state):
+            self.num_calls = state["num_calls"]
 
     torch.manual_seed(0)
     model = tb.fully_shard(Mixed(), block=rows(2))
+    model.num_calls = 6
     for unit in runtime_of(model).units:
         for memory, slots in unit._slots:
             kept = [slot.shard.detach().clone() for slot in slots]
@@ -157,6 +167,7 @@ def padding_and_other_leaves() -> None:
     state = {"model": model, "rest": [generator, 7, 0.5, True, torch.arange(6).view(2, 3).T], "key": key, "no": None}
     state["at"] = Progress(4, 0.5)
     want, table = tb.full_state_dict(model), model.table.clone()
+    assert tb.ragged_state_dict(model)["_extra_state"] == want.pop("_extra_state") == {"num_calls": 6}
     with tb.Checkpointer(FOLDER / "leaves") as checkpointer:
         checkpointer.save(3, state)
         drawn = torch.rand(3, generator=generator)
@@ -166,7 +177,8 @@ def padding_and_other_leaves() -> None:
         like = {"model": model, "rest": empty, "key": tb.AsSaved(), "no": None, "at": Progress(0, 0.0)}
         got = checkpointer.restore(like)
         assert got["at"] == Progress(4, 0.5)
-        assert_same(tb.full_state_dict(model), want)
+        assert tb.full_state_dict(model).pop("_extra_state") == {"num_calls": 6}
+        assert_same({name: x for name, x in tb.full_state_dict(model).items() if name in want}, want)
         assert torch.equal(model.table, table)
         assert torch.equal(torch.rand(3, generator=got["rest"][0]), drawn)
         assert [*map(repr, got["rest"][1:4])] == ["7", "0.5", "True"]
@@ -344,6 +356,27 @@ def initialised() -> None:
     assert_same(tb.full_state_dict(model), make().state_dict())
 
 
+def by_torch_alone() -> None:
+    """A module from `meta` has the values that `load_state_dict` or a checkpoint of torch's own gave it."""
+    torch.manual_seed(5)
+    model = tb.fully_shard(huggingface_cases.Tied(), block=whole())  # not every rank has elements of each
+    for load in (
+        lambda into: into.load_state_dict(model.state_dict()),
+        lambda into: dcp.load(tb.ragged_state_dict(into), checkpoint_id=FOLDER / "dcp"),
+    ):
+        with torch.device("meta"):
+            again = huggingface_cases.Tied()
+        tb.fully_shard(again, block=whole())
+        with raises(RuntimeError, "up/bias", "no values yet"):
+            tb.full_state_dict(again)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's checkpoints use what torch deprecates
+            dcp.save(tb.ragged_state_dict(model), checkpoint_id=FOLDER / "dcp")
+            load(again)
+        assert_same(tb.full_state_dict(again), tb.full_state_dict(model))
+        assert runtime_of(again).missing_buffers == {"scratch"}
+
+
 def never_whole() -> None:
     """Made, initialised, saved and restored within the memory of the shards and a few layers."""
 
@@ -387,6 +420,7 @@ CASES: dict[str, Callable[[], None]] = {
     "from jax, stacked": lambda: from_jax("stacked"),
     "from jax, muon": muon_from_jax,
     "initialised": initialised,
+    "by torch alone": by_torch_alone,
     "never whole": never_whole,
     "hugging face": lambda: huggingface_cases.by_any_names(FOLDER),
     "a real model": lambda: huggingface_cases.a_real_model(FOLDER),
