@@ -161,7 +161,7 @@ def model_groups(
         from . import adapters as adapters  # they register their models with the functions of fsdp
         from .fsdp import groups_of
 
-        return groups_of(made, block, tuple(units), tuple(stacked) or None, *inputs)
+        return groups_of(made, block, tuple(units) or None, tuple(stacked) or None, *inputs)
     leaves = _abstract_leaves(made, inputs)
     shapes = {path: (tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves if hasattr(leaf, "dtype")}
     return _by_layer(shapes, block)
@@ -204,7 +204,9 @@ def _abstract_leaves(made: Any, inputs: tuple[Any, ...]) -> list[tuple[str, Any]
 def _safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shapes and dtypes of a safetensors file; the weights are not read."""
     try:
-        return {name: (entry.shape, entry.dtype) for name, entry in read_header(path).entries.items()}
+        return {
+            name: (entry.shape, entry.dtype) for name, entry in read_header(path, with_data=False).entries.items()
+        }
     except CheckpointError as error:
         raise ShapesError(str(error)) from None
 

@@ -263,3 +263,12 @@ def test_flax_models(name, params):
     assert num_params(groups) == params
     assert {t.dtype for g in groups for t in g.tensors} == {"float32"}
     assert _shapes.__doc__
+
+
+def test_the_first_bytes_of_a_safetensors_file_are_enough_to_plan(tmp_path, capsys):
+    whole, start = tmp_path / "whole.safetensors", tmp_path / "start.safetensors"
+    save_file({"layers.0.w": np.ones((64, 32), np.float32)}, whole)
+    start.write_bytes(whole.read_bytes()[:-64])
+    outputs = [(main(["plan", str(file), "-n", "2"]), capsys.readouterr().out) for file in (whole, start)]
+    assert outputs[0][0] == outputs[1][0] == 0
+    assert outputs[0][1].replace("whole", "start") == outputs[1][1]

@@ -217,6 +217,8 @@ def test_the_reference_orthogonalises():
         scale_by_muon(coefficients="cubic")
     with pytest.raises(ValueError, match="no scale"):
         scale_by_muon(scale="large")
+    with pytest.raises(ValueError, match="not both"):
+        muon(0.02, adamw=optax.sgd(1.0), adamw_learning_rate=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

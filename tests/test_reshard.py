@@ -181,6 +181,7 @@ def test_beside_layers_gradients_are_reduced_before_backward_goes_on(kind, scan)
     assert sum(np.prod(shape) for shape in held if shape != (1, 6)) == -(-(6 * WIDE + WIDE * (kind != "pytree")) // 4)
 
 
+WIDER = np.ones((6, 9), np.float32)
 LAYER, OTHER, STACK = ({"w": np.ones(shape, np.float32)} for shape in ((4, 4), (5, 4), (3, 4, 4)))
 
 
@@ -190,6 +191,7 @@ LAYER, OTHER, STACK = ({"w": np.ones(shape, np.float32)} for shape in ((4, 4), (
         ({"embed": OTHER, "layers": [LAYER, LAYER], "head": LAYER}, {"layers/0", "layers/1", "head"}),
         ({"embed": OTHER, "stack": STACK, "layers": [OTHER, OTHER]}, {"stack"}),
         ({"embed": OTHER, "head": LAYER}, set()),
+        ({"embed": OTHER, "layers": [LAYER, {"w": np.ones((4, 6), np.float32)}, LAYER], "head": {"w": WIDER}}, set()),
     ],
 )
 def test_layers_are_stacked_units_or_else_those_that_have_others_like_them(tree, names):

@@ -62,6 +62,13 @@ def test_bytes_of_a_rank(world):
         assert p.shape == (stop - start,)
 
 
+@pytest.mark.parametrize("units", ["[12]", ("1", "2"), (Layer, "nothing")])
+def test_units_by_pattern(units):
+    with torch.device("meta"):
+        model = model_of(64, 16, 32, 2)
+    assert tb.plan_module(model, 2, units=units).layout == tb.plan_module(model, 2, units=Layer).layout
+
+
 @pytest.mark.parametrize("world", [(1024, 0)], indirect=True)
 def test_a_unit_is_one_message_unless_a_plan_says_otherwise(world):
     """Tensors are views of their slab here, so nothing is gained by slabs of their own."""

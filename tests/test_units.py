@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import ragged_jax as rj
 from ragged_jax.fsdp._tree import parse
@@ -61,3 +62,17 @@ def test_a_plan_that_joins_units_says_what_to_do():
         rj.shard_tree(params, mesh, axis="fsdp", units="layers/*", plan=plan)
     with pytest.raises(ValueError, match=r"units \(root\), layers/3: plan with the units of the model$"):
         rj.shard_tree(params, mesh, axis="fsdp", units="layers/3", plan=rj.plan(params, 2, units="layers/*"))
+
+
+def test_patterns_choose_modules_and_no_lists_of_them():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([nnx.Sequential(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
+            self.parts = nnx.Dict(head=nnx.Linear(4, 2, rngs=rngs))
+
+    model = Model(nnx.Rngs(0))
+    for units, names in (("*", {"blocks/0", "blocks/1", "parts/head"}), ("*blocks*", {"blocks/0", "blocks/1"})):
+        buckets = rj.plan(model, 2, units=units).layout.buckets
+        assert {bucket.name for bucket in buckets if bucket.tensors} - {""} == names
+    with pytest.raises(ValueError, match="has Linear, Sequential, their paths are blocks/0/layers/0, "):
+        rj.plan(model, 2, units=nnx.List)

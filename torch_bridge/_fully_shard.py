@@ -49,7 +49,8 @@ def fully_shard(
       module: on its device, or on `meta`. Every rank has the same one.
       mesh: of one dim, the ranks that share the model, or of two: replicas of it, and the ranks that share one. By
         default all ranks share it.
-      units: which submodules are gathered on their own, when they run: types, or a predicate on name and module.
+      units: which submodules are gathered on their own, when they run: types, patterns of paths (`blocks/*`), or a
+        predicate on name and module.
       block: what no rank boundary may cut; one rule, or a mapping from path patterns to rules.
       plan: a plan or layout to follow instead of making one, such as that of a JAX job (`load_layout`). Of layers
         that are stacked there, each is a unit of its own here, and a rank's part of it is its row of the stack's.

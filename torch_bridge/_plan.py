@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from ragged_jax.planner import Group, Plan, plan
 from ._dtypes import dtype_name
 from ._views import Seen
 
-Units = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool] | None
+Units = type[nn.Module] | str | tuple[type[nn.Module] | str, ...] | Callable[[str, nn.Module], bool] | None
 FROZEN = "frozen"  # the label of parameters without gradient: they share no slab with others
 
 
@@ -62,8 +63,9 @@ def parts_of(module: nn.Module, units: Units, names: NameMap | None = None) -> l
       NameMapError: `names` are not those of this module.
     """
     found = {"": Part("", module)}
-    for name, child in module.named_modules():
-        if name and _matches(units, name, child):
+    modules = dict(module.named_modules())
+    for name, child in modules.items():
+        if name and _matches(units, name, child, modules):
             found[_path(name)] = Part(_path(name), child)
     if units is not None and len(found) == 1:
         kinds = sorted({type(child).__name__ for child in module.modules()})
@@ -138,7 +140,8 @@ def plan_module(
     Args:
       module: with parameters on any device, `meta` among them.
       num_shards: how many ranks would share it.
-      units: which submodules are gathered on their own: types, or a predicate on name and module.
+      units: which submodules are gathered on their own: types, patterns of paths with slashes (`blocks/*`, which
+        chooses nothing inside what it has chosen), or a predicate on name and module.
       block: what must stay whole, as for `ragged_jax`; patterns are of paths with slashes (`blocks/*/mlp/weight`).
       names: from the layout's names and shapes, a Flax model's say, to the module's. The plan is then the Flax
         model's own, with the same fingerprint; see `flax_names`.
@@ -159,12 +162,17 @@ def plan_of(parts: Sequence[Part], num_shards: int, block: BlockRule, is_flax: b
     return plan([part.group(block) for part in parts], num_shards, **options)
 
 
-def _matches(units: Units, name: str, module: nn.Module) -> bool:
+def _matches(units: Units, name: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
     if units is None:
         return False
-    if isinstance(units, type | tuple):
-        return isinstance(module, units)
-    return units(name, module)
+    if isinstance(units, tuple):
+        return any(_matches(one, name, module, modules) for one in units)
+    if isinstance(units, str):
+        steps = name.split(".")
+        around = [".".join(steps[:n]) for n in range(1, len(steps) + 1)]
+        called = [x for x in around if not isinstance(modules[x], nn.ModuleList | nn.ModuleDict)]
+        return name in called and [x for x in called if fnmatchcase(_path(x), units)][:1] == [name]
+    return isinstance(module, units) if isinstance(units, type) else units(name, module)
 
 
 def _path(name: str) -> str:

@@ -62,6 +62,7 @@ class Unit:
         self.device, self._is_brief = device, is_brief
         self.missing = {name for name, x in part.tensors.items() if x.is_meta}
         self._gathering: list[Work] = []
+        self._adds_up = False  # whether passes without a reduction came before, on all ranks alike
         self._reducing: list[Reduction] = []
         self._held: dict[nn.Parameter, torch.Tensor] = {}  # of shards with hooks, what a pass has come to so far
         self._is_whole = self._is_shown = False  # the second: the module shows them
@@ -239,15 +240,17 @@ class Unit:
             for memory, slots in self._slots
             if (some := [slot for slot in slots if slot.whole.requires_grad and slot.slab.numel])
         ]
+        # What a rank sends must not depend on which parameters it used.
+        adds_up, self._adds_up = self._adds_up, not self.requires_gradient_sync
         totals = any(memory.total is not None for memory in self._memories)
         if not totals and all(slot.whole.grad is None for _, slots in trained for slot in slots):
             return
         with torch.no_grad(), torch.profiler.record_function(f"reduce:{self.bucket.name or 'root'}"):
             for memory, slots in trained:
+                if adds_up or self._adds_up:
+                    add_up(memory, slots)
                 if self.requires_gradient_sync:
                     self._reducing.append(Reduction(memory, slots, self.groups, self.shares))
-                else:
-                    add_up(memory, slots)
 
     def finish_reduce(self) -> None:
         """Waits for the reductions and adds their results to the gradients of the shards."""
@@ -268,7 +271,7 @@ class Unit:
         """Drops gradients that are not reduced yet, and the results of reductions that are on their way."""
         for reduction in self._reducing:
             reduction.wait()
-        self._reducing, self._held = [], {}
+        self._reducing, self._held, self._adds_up = [], {}, False
         for slot in self.slots:
             slot.whole.grad = None
         for memory in self._memories:

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ..fsdp import _check as check
 from ..fsdp import stack_length
-from ..layout import BlockRule, TensorSpec, block_for
+from ..layout import BlockRule, TensorSpec, block_for, named
 from ..planner import Group
 from ._match import ModuleUnits, matches
 
@@ -67,12 +67,19 @@ def find(model: nnx.Module, wrt: Any, units: ModuleUnits, stacked: ModuleUnits) 
       ValueError: `units` or `stacked` matches no module; the message lists those there are.
       TypeError: parameters that are not numeric arrays.
     """
-    modules = {path: node for path, node in nnx.iter_modules(model) if path}
-    chosen = {path: node for path, node in modules.items() if matches(units, join(path), node)}
-    stacks = {path for path, node in chosen.items() if matches(stacked, join(path), node)}
+    # A list of modules is never called, so it gathers nothing; what is in it does.
+    modules = {path: x for path, x in nnx.iter_modules(model) if path and not isinstance(x, nnx.List | nnx.Dict)}
+
+    def chosen_by(rule: ModuleUnits, path: Path) -> bool:
+        outer = [join(path[:n]) for n in range(1, len(path)) if path[:n] in modules]
+        return matches(rule, join(path), modules[path], outer)
+
+    chosen = {path: node for path, node in modules.items() if chosen_by(units, path)}
+    stacks = {path for path in chosen if chosen_by(stacked, path)}
     kinds = ", ".join(sorted({type(node).__name__ for node in modules.values()}))
     if units is not None and not chosen:
-        raise ValueError(f"units={units!r} matches no submodule; the model has {kinds}")
+        paths = named([join(path) for path in modules])
+        raise ValueError(f"units={units!r} matches no submodule; the model has {kinds}, their paths are {paths}")
     if stacked is not None and not stacks:
         raise ValueError(f"stacked={stacked!r} matches no unit; the units are {list(map(join, chosen)) or 'none'}")
     owners = {(): Owned((), model, False, {})}

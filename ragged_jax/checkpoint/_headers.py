@@ -43,8 +43,12 @@ class Header(NamedTuple):
     nbytes: int
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, *, with_data: bool = True) -> Header:
     """The header of a safetensors file; no array is read.
+
+    Args:
+      path: the file.
+      with_data: whether the arrays must be there, too, and not the first bytes of a file alone.
 
     Raises:
       CheckpointError: it is not one, or is cut; every fault is named.
@@ -68,7 +72,7 @@ def read_header(path: Path) -> Header:
     entries, faults = {}, []
     for name, value in document.items():
         try:
-            entries[name] = _entry(value, 8 + num_bytes, size)
+            entries[name] = _entry(value, 8 + num_bytes, size if with_data else math.inf)
         except ValueError as error:
             faults.append(f"{name!r:.200}: {error}")
     faults += _overlaps(entries)
@@ -86,7 +90,7 @@ def _overlaps(entries: dict[str, HeaderEntry]) -> Iterator[str]:
             yield f"{other!r:.200}: shares bytes with {name!r:.200}"
 
 
-def _entry(value: Any, start: int, size: int) -> HeaderEntry:
+def _entry(value: Any, start: int, size: float) -> HeaderEntry:
     match value:
         case {"dtype": str(code), "shape": list(shape), "data_offsets": [int(low), int(high)]}:
             pass

@@ -188,8 +188,8 @@ def _notes(rows: list[tuple[BucketDescription, int]]) -> Iterator[str]:
             wire[kind] = max(wire.get(kind, 0), bucket.wire_nbytes)
         for slab in bucket.slabs:
             if slab.placements and (label := slab.placements[0].tensor.label):  # the same for all of a slab
-                part = bucket.device_nbytes * slab.shard_nbytes // sum(each.shard_nbytes for each in bucket.slabs)
-                labels[label] = labels.get(label, 0) + count * part
+                whole = sum(each.shard_nbytes for each in bucket.slabs) or 1  # all may be empty
+                labels[label] = labels.get(label, 0) + count * (bucket.device_nbytes * slab.shard_nbytes // whole)
     for kind, names in kinds.items():
         at_most = f" (at most {size(wire[kind])})" if kind in wire else ""
         yield f"{'all buckets' if len(kinds) == 1 else ', '.join(names)}: {kind}{at_most}"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 # would stand in for the weight itself and nothing would be freed. Plain arithmetic, because it fuses into whatever
 # reads it: keeping the six intermediate values of a gelu costs more memory and time than making them again.
 # Comparisons of floats are kept: a mask is one byte, what it is made from four. Those of integers are not: positions
-# and labels are at hand, and the mask of the labels of a language model is a byte for each logit.
+# and labels are mostly at hand, and the mask of the labels of a language model is a byte for each logit.
 _COPIES = frozenset(
     {
         "all_gather",
@@ -37,7 +37,6 @@ _ARITHMETIC = frozenset(
         "abs",
         "add",
         "add_any",
-        "and",
         "clamp",
         "div",
         "integer_pow",
@@ -45,13 +44,10 @@ _ARITHMETIC = frozenset(
         "min",
         "mul",
         "neg",
-        "not",
-        "or",
         "select_n",
         "sign",
         "square",
         "sub",
-        "xor",
     }
 )
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})

@@ -71,9 +71,13 @@ class Rules:
 
 
 def layer_names(layout: Layout) -> set[str]:
-    """The buckets that are a model's layers: those stacked for a scan, or else those that have others like them."""
+    """The buckets that are a model's layers: those stacked for a scan, or else those that have others like them.
+
+    These only where they are half of all, at least: two blocks that happen to be alike make no layers of a pyramid.
+    """
     if stacked := {bucket.name for bucket in layout.buckets if bucket.stack is not None}:
         return stacked
     kinds = {b.name: tuple((t.full_shape, t.dtype) for t in b.tensors) for b in layout.buckets if b.tensors}
     count = Counter(kinds.values())
-    return {name for name, kind in kinds.items() if count[kind] > 1}
+    alike = {name for name, kind in kinds.items() if count[kind] > 1}
+    return alike if 2 * len(alike) >= len(kinds) else set()

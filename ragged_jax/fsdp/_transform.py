@@ -74,8 +74,10 @@ def value_and_grad(
       >>> float(loss), full_params(grads)["w"].tolist()
       (3.0, [1.0, 1.0, 1.0])
     """
-    if num_microbatches < 1 or reduce not in ("once", "each"):
-        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1, reduce={reduce!r} once or each")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches} must be at least 1")
+    if reduce not in ("once", "each"):
+        raise ValueError(f"reduce={reduce!r} is neither 'once' nor 'each'")
 
     @wraps(function)
     def wrapped(*args, **kwargs):

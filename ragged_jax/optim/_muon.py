@@ -274,6 +274,9 @@ def muon(
       coefficients, steps, beta, nesterov, bias_correction, scale, dims, mu_dtype, compute_dtype, precision,
         exchange_nbytes: of `scale_by_muon`.
 
+    Raises:
+      ValueError: both `adamw` and `adamw_learning_rate`.
+
     Example:
       >>> import jax.numpy as jnp, optax
       >>> params = {"embed": jnp.ones((9, 4)), "mlp": {"kernel": jnp.ones((4, 8)), "bias": jnp.ones(8)}}
@@ -282,6 +285,8 @@ def muon(
       >>> optax.apply_updates(params, updates)["embed"].shape
       (9, 4)
     """
+    if adamw is not None and adamw_learning_rate is not None:
+        raise ValueError("give `adamw`, a whole optimizer with a rate of its own, or `adamw_learning_rate`, not both")
     if adamw is None:
         rate = learning_rate if adamw_learning_rate is None else adamw_learning_rate
         adamw = optax.adamw(rate, adamw_b1, adamw_b2, adamw_eps, weight_decay=adamw_weight_decay)

@@ -264,6 +264,23 @@ def sums_of_many_passes() -> None:
         assert all(bool((p.grad == 259).all()) for p in layer.parameters())
 
 
+class Sometimes(nn.Linear):
+    def forward(self, x, used):
+        return super().forward(x) if used else x
+
+
+def passes_in_which_one_rank_uses_nothing() -> None:
+    """All ranks send gradients in one dtype, whatever each has of earlier passes without a reduction."""
+    policy, size = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), dist.get_world_size()
+    layer = tb.fully_shard(Sometimes(8, 8, bias=False), mp_policy=policy)
+    for sync, x, used in ((False, 256.0, dist.get_rank() > 0), (True, 1.0, True), (True, 1.0, True)):
+        tb.set_requires_gradient_sync(layer, sync)
+        layer(torch.full((1, 8), x, requires_grad=True), used).sum().backward()
+    want = torch.tensor((256.0 * (size - 1) + 2 * size) / size)
+    for p in layer.parameters():
+        torch.testing.assert_close(p.grad, want.expand_as(p))
+
+
 class TwoDtypes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -467,6 +484,7 @@ CASES: dict[str, Callable[[], None]] = {
     "float16": a_sum_that_float16_does_not_hold,
     "mixed precision": mixed_precision,
     "many passes": sums_of_many_passes,
+    "one rank uses nothing": passes_in_which_one_rank_uses_nothing,
     "two dtypes": a_dtype_that_one_rank_uses,
     "evaluation": evaluation,
     "clipping": clipping,
