@@ -244,8 +244,8 @@ def test_dtypes_of_sums_and_of_the_reduction():
 def test_a_batch_that_does_not_divide_names_every_leaf():
     with pytest.raises(ValueError, match=r"into 5 microbatches[^$]*argument \[1\]: shape \(24, 6\)[^$]*\['y'\]"):
         rj.value_and_grad(lambda m, x, y: 0.0, num_microbatches=5)(shard(2), X, y=X)
-    for wrong in ({"num_microbatches": 0}, {"reduce": "never"}):
-        with pytest.raises(ValueError, match="at least 1, reduce="):
+    for wrong, said in (({"num_microbatches": 0}, "at least 1"), ({"reduce": "never"}, "neither 'once' nor 'each'")):
+        with pytest.raises(ValueError, match=said):
             rj.value_and_grad(loss_fn, **wrong)
 
 

@@ -28,6 +28,7 @@ from ragged_jax.checkpoint import (
     _room,
     _write,
 )
+from ragged_jax.checkpoint._manifest import Manifest
 from ragged_jax.checkpoint._saving import Saving
 from ragged_jax.layout import Bucket, Layout, Placement, Slab, TensorSpec
 
@@ -362,6 +363,26 @@ def test_ranks_that_disagree_all_hear_the_same(tmp_path):
     assert len({str(error) for error in got}) == 1
     assert "w: rank 1 has float32[13], rank 0 float32[12]" in str(got[0])
     assert not [name for name in os.listdir(tmp_path) if not name.endswith(".error")]
+
+
+def test_a_folder_that_goes_while_a_rank_looks_is_no_success(tmp_path, monkeypatch):
+    """The first rank fails right after another one has looked for a failure and found none."""
+    saving, final = Saving(tmp_path, 3, 1, 2, "r", 10.0), tmp_path / "step_00000003"
+    final.mkdir()  # of another job
+    saving.folder.mkdir()
+    looked = []
+
+    def fails_then(self, real=Path.exists):
+        if self == saving.folder and len(looked) < 3:
+            looked.append(self)
+            if len(looked) == 3:
+                Saving(tmp_path, 3, 0, 2, "r", 10.0)._fail(CheckpointError("the first rank failed"))
+        return real(self)
+
+    monkeypatch.setattr(Path, "exists", fails_then)
+    with pytest.raises(CheckpointError, match="the first rank failed"), saving.together():
+        saving.run(final, Manifest(3, 2, (), {}), (), {}, begin=lambda: None)
+    assert len(looked) == 3
 
 
 def all_the_same(got: list, *said: str) -> None:

@@ -130,8 +130,11 @@ class Saving:
         gone: list[float] = []
 
         def finished() -> bool:
-            if self.folder.exists() or final.exists():
-                return not self.folder.exists()
+            if self.folder.exists():
+                return False
+            self._raise_if_failed()  # a failure is said before the folder goes
+            if final.exists():
+                return True
             gone.append(time.monotonic())
             if gone[-1] - gone[0] > _WRITING_SECONDS:
                 raise self._without_reason()
