@@ -12,13 +12,11 @@ Nothing is ever allocated: parameters are shapes.
 """
 
 import argparse
-import atexit
 import fcntl
 import importlib.metadata
 import json
 import os
 import re
-import shutil
 import sys
 import tempfile
 import time
@@ -47,7 +45,7 @@ import ragged_jax as rj
 from ragged_jax.preflight import hlo_report, overlap_report
 
 MIB = 2**20
-DUMPED = Path(tempfile.mkdtemp(prefix="aot-"))
+DUMPED = tempfile.TemporaryDirectory(prefix="aot-")  # goes when the program ends
 H100 = Path(__file__).parent / "h100_target_config.txt"
 TPU = {
     "v5p": {16: "2x2x4", 64: "4x4x4", 256: "4x8x8"},
@@ -188,7 +186,7 @@ def weight_shapes(c: Config, num_devices: int) -> set[tuple[int, ...]]:
 def allotted_on_tpu(argument_nbytes: int) -> int | None:
     """Bytes of temporary memory by the TPU compiler's own report, which it wrote beside the program."""
     found = None
-    for file in DUMPED.glob("*memory-usage-report.txt"):
+    for file in Path(DUMPED.name).glob("*memory-usage-report.txt"):
         if ".jit_step." in file.name and (total := re.search(r"^Total bytes: (\d+)", file.read_text(), re.MULTILINE)):
             found = int(total[1]) - argument_nbytes
         file.unlink()
@@ -214,7 +212,7 @@ def measure(target: str, num_devices: int, name: str, variant: str, dump: Path |
         num_devices,
         name,
         variant,
-        allotted_on_tpu(report.argument_nbytes or 0) or report.temp_nbytes or 0,
+        (allotted_on_tpu(report.argument_nbytes or 0) if target in TPU else None) or report.temp_nbytes or 0,
         report.argument_nbytes or 0,
         3 * sum(x.size * 4 for x in jax.tree.leaves(abstract_params(c))),
         report.total_moved_nbytes,
@@ -302,9 +300,8 @@ def main() -> None:
     if args.small:
         args.target, args.devices, args.model = ["v5p"], [16], ["small"]
     if args.target != ["h100"]:
-        flags = f"--xla_dump_to={DUMPED} --xla_dump_hlo_as_text"
+        flags = f"--xla_dump_to={DUMPED.name} --xla_dump_hlo_as_text"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    atexit.register(shutil.rmtree, DUMPED, ignore_errors=True)
     for target in args.target or ("h100", *TPU):
         for num_devices in args.devices or ((8, 64, 256, 1024) if target == "h100" else TPU[target]):
             for name in args.model or [name for name in MODELS if name != "small"]:
